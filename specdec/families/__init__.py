@@ -13,18 +13,18 @@ from specdec.model_config import ASSISTANT, UNIFIED_ASSISTANT
 # Files of the families that are not named like their file, by model_type in config.json or by architecture in GGUF files
 FILES = {
     "bailing_moe_v2": "bailing_moe", "bailingmoe2": "bailing_moe",
-    "deepseek_v2": "deepseek", "deepseek_v3": "deepseek", "deepseek2": "deepseek",
-    "gemma3_text": "gemma3", "gemma4_text": "gemma4", "gemma4_unified": "gemma4", "gemma4_unified_text": "gemma4",
-    "granitemoe": "granite", "granitemoeshared": "granite",
-    "granitemoehybrid": "granite", "granitehybrid": "granite", "lfm2_moe": "lfm2", "lfm2moe": "lfm2",
-    "mistral3": "ministral3", "mixtral": "mistral", "muse_glimmer_text": "muse_glimmer", "olmo3": "olmo2",
-    "qwen2": "qwen", "qwen3": "qwen", "qwen3_moe": "qwen", "qwen3moe": "qwen", "qwen3_5": "qwen35",
-    "qwen3_5_text": "qwen35", "qwen3_5_moe": "qwen35", "qwen3_5_moe_text": "qwen35", "qwen35moe": "qwen35",
-    "qwen3next": "qwen3_next", "nemotron_h_moe": "nemotron_h",
-    "qwen2_vl": "qwen_vl", "qwen2_vl_text": "qwen_vl", "qwen2_5_vl": "qwen_vl",
-    "qwen2_5_vl_text": "qwen_vl", "qwen3_vl": "qwen_vl", "qwen3_vl_text": "qwen_vl", "qwen3_vl_moe": "qwen_vl",
-    "qwen3_vl_moe_text": "qwen_vl", "qwen2vl": "qwen_vl", "qwen3vl": "qwen_vl", "qwen3vlmoe": "qwen_vl", "smolvlm": "llama",
-    "idefics3": "llama", "qwen2moe": "qwen2_moe", "ernie4_5-moe": "ernie4_5_moe", "hunyuan-dense": "hunyuan_v1_dense",
+    "deepseek_v2": "deepseek", "deepseek_v3": "deepseek", "deepseek2": "deepseek", "glm4_moe_lite": "deepseek",
+    "ernie4_5_moe": "ernie4_5", "ernie4_5-moe": "ernie4_5",
+    "gemma2": "gemma", "gemma3": "gemma", "gemma3_text": "gemma", "gemma4_text": "gemma4", "gemma4_unified": "gemma4",
+    "gemma4_unified_text": "gemma4", "granitemoe": "granite", "granitemoeshared": "granite", "granitemoehybrid": "granite",
+    "granitehybrid": "granite", "hunyuan-dense": "hunyuan_v1_dense", "lfm2_moe": "lfm2", "lfm2moe": "lfm2",
+    "ministral3": "mistral", "mistral3": "mistral", "mixtral": "mistral", "muse_glimmer_text": "muse_glimmer",
+    "nemotron_h_moe": "nemotron_h", "olmo3": "olmo2", "olmoe": "olmo2", "phimoe": "phi3",
+    "qwen2": "qwen", "qwen2_moe": "qwen", "qwen2moe": "qwen", "qwen3": "qwen", "qwen3_moe": "qwen", "qwen3moe": "qwen",
+    "qwen2_vl": "qwen", "qwen2_vl_text": "qwen", "qwen2_5_vl": "qwen", "qwen2_5_vl_text": "qwen", "qwen2vl": "qwen",
+    "qwen3_vl": "qwen", "qwen3_vl_text": "qwen", "qwen3_vl_moe": "qwen", "qwen3_vl_moe_text": "qwen", "qwen3vl": "qwen",
+    "qwen3vlmoe": "qwen", "qwen3_5": "qwen35", "qwen3_5_text": "qwen35", "qwen3_5_moe": "qwen35", "qwen3_5_moe_text": "qwen35",
+    "qwen35moe": "qwen35", "qwen3_next": "qwen35", "qwen3next": "qwen35", "smolvlm": "llama", "idefics3": "llama",
 }  # fmt: skip
 ASSISTANT_TYPES = (ASSISTANT, UNIFIED_ASSISTANT)
 DFLASH = "a DFlash draft head, which is not supported; use -d lookup"  # a head that drafts a block of tokens at once

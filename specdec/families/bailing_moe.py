@@ -7,18 +7,9 @@ transformers has no file of this family. Keys, tensors and arithmetic are those 
 from specdec.families import deepseek
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
+from specdec.families import tensor_specs as specs
 from specdec.families.config_values import ConfigValues
-from specdec.families.family import (
-    QKV,
-    ROTARY_TENSORS,
-    GGUFFamily,
-    GGUFMetadata,
-    HFFamily,
-    TensorSpec,
-    make_fused_specs,
-    make_tensor_specs,
-    replace_in_specs,
-)
+from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily
 from specdec.model_config import ModelConfig
 
 DEFAULTS = hf.DEFAULTS | {
@@ -31,39 +22,31 @@ DEFAULTS = hf.DEFAULTS | {
 }  # fmt: skip
 HF_TENSORS = (
     hf.TENSORS
-    | {name: deepseek.HF_TENSORS[name] for name in (*hf.EXPERT_TENSORS, "shared_w1", "shared_w2", "shared_w3")}
-    | replace_in_specs(make_fused_specs(QKV, hf.LAYER_WEIGHT % "attention.query_key_value"), ROTARY_TENSORS, is_neox_style=True)
-    | make_tensor_specs("%s.weight", tok_emb="word_embeddings")
-    | {"router_bias": TensorSpec("layers.{}.mlp.gate.expert_bias"), "wo": TensorSpec("layers.{}.attention.dense.weight")}
-    | replace_in_specs(
-        make_tensor_specs(hf.LAYER_WEIGHT, q_norm="attention.query_layernorm", k_norm="attention.key_layernorm"),
-        ROTARY_TENSORS, is_neox_style=True,
+    | hf.EXPERT_TENSORS
+    | hf.SHARED_EXPERTS_TENSORS
+    | specs.make("%s.weight", tok_emb="word_embeddings")
+    | specs.make("layers.{}.%s", router_bias="mlp.gate.expert_bias", wo="attention.dense.weight")
+    | specs.set_rope_pairs(
+        specs.fuse(specs.QKV, hf.LAYER_WEIGHT % "attention.query_key_value")
+        | specs.make(hf.LAYER_WEIGHT, q_norm="attention.query_layernorm", k_norm="attention.key_layernorm")
     )
-)  # fmt: skip
-GGUF_TENSORS = (
-    gguf.TENSORS
-    | gguf.EXPERT_TENSORS
-    | replace_in_specs(make_fused_specs(QKV, gguf.LAYER_WEIGHT % "attn_qkv"), ROTARY_TENSORS, is_neox_style=True)
 )
+GGUF_TENSORS = gguf.TENSORS | gguf.EXPERT_TENSORS | specs.set_rope_pairs(specs.fuse(specs.QKV, gguf.LAYER_WEIGHT % "attn_qkv"))
 
 
 def parse_config(values: ConfigValues) -> ModelConfig:
     """Build the `ModelConfig` of a Ling 2.0 model from the keys of config.json."""
-    for key, value in (("use_bias", False), ("use_qkv_bias", False), ("use_qk_norm", True), ("score_function", "sigmoid")):
-        values.require(key, value)
-    values.require("moe_router_enable_expert_bias", True)
-    values.require("norm_topk_prob", True)
-    hf.reject_window(values)
-    rope = hf.get_rope_values(values)
-    rope.require("rope_type", "default")
-    partial_rope = hf.parse_partial_rope(rope, values, values, rope)
+    values.require("score_function", "sigmoid")
+    for key in ("use_bias", "use_qkv_bias"):
+        values.require(key, False)
+    for key in ("use_qk_norm", "moe_router_enable_expert_bias", "norm_topk_prob"):
+        values.require(key, True)
     experts = deepseek.parse_experts(
         values, values.get_count("first_k_dense_replace"), "num_experts", is_sigmoid=True, has_selection_bias=True,
         sum_eps=deepseek.SIGMOID_SUM_EPS, **deepseek.parse_groups(values),
     )  # fmt: skip
-    return ModelConfig(
-        **hf.parse_base_fields(values), attention=hf.parse_attention(values, partial_rope, qk_norm=True), experts=experts
-    )
+    attention = hf.parse_attention(values, hf.parse_plain_partial_rope(values), qk_norm=True)
+    return ModelConfig(**hf.parse_base_fields(values), attention=attention, experts=experts)
 
 
 def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
@@ -77,11 +60,11 @@ def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
 FAMILY = (
     HFFamily(
         "bailing_moe_v2", DEFAULTS, parse_config, HF_TENSORS, (hf.FUSED_EXPERT_TENSORS,),
-        supported_keys=("partial_rotary_factor", "num_experts", "use_qk_norm"),
+        supported_keys=("partial_rotary_factor", "use_qk_norm"),
         key_aliases={"num_shared_experts": "n_shared_experts"},
     ),
     GGUFFamily(
         "bailingmoe2", parse_gguf_config, GGUF_TENSORS, (gguf.FUSED_EXPERT_TENSORS,),
-        supported_keys=(gguf.EXPERT_COUNT_KEY, gguf.GATING_FUNC_KEY, "expert_group_count"),
+        supported_keys=(gguf.GATING_FUNC_KEY, "expert_group_count"),
     ),
 )  # fmt: skip

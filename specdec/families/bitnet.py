@@ -5,8 +5,9 @@ The published folder has four weights in a byte, and a scale for each matrix.
 
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
+from specdec.families import tensor_specs as specs
 from specdec.families.config_values import ConfigValues
-from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily, make_tensor_specs
+from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily
 from specdec.model_config import ModelConfig
 
 DEFAULTS = hf.DEFAULTS | {
@@ -16,13 +17,13 @@ DEFAULTS = hf.DEFAULTS | {
 }  # fmt: skip
 HF_TENSORS = (
     hf.TENSORS
-    | make_tensor_specs(hf.LAYER_WEIGHT, att_sub_norm="self_attn.attn_sub_norm", ffn_sub_norm="mlp.ffn_sub_norm")
+    | specs.make(hf.LAYER_WEIGHT, att_sub_norm="self_attn.attn_sub_norm", ffn_sub_norm="mlp.ffn_sub_norm")
     | {
         name: hf.TENSORS[name]._replace(scales_name=f"{hf.TENSORS[name].name}_scale")
         for name in ("wq", "wk", "wv", "wo", "w1", "w2", "w3")
     }
 )
-GGUF_TENSORS = gguf.TENSORS | make_tensor_specs(gguf.LAYER_WEIGHT, att_sub_norm="attn_sub_norm", ffn_sub_norm="ffn_sub_norm")
+GGUF_TENSORS = gguf.TENSORS | specs.make(gguf.LAYER_WEIGHT, att_sub_norm="attn_sub_norm", ffn_sub_norm="ffn_sub_norm")
 PACKED_FORMAT = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "offline"}
 
 
@@ -34,8 +35,6 @@ def parse_config(values: ConfigValues) -> ModelConfig:
         if not is_packed or quantization.get("use_rms_norm"):
             phrase = ", ".join(f"{key} {value}" for key, value in PACKED_FORMAT.items())
             raise values.make_error("quantization_config", f"null, or an object with {phrase}")
-    hf.reject_window(values)
-    hf.check_layer_types(hf.FULL_ATTENTION, values)
     hf.reject_biases(values)
     fields = hf.parse_base_fields(values, choices=("relu2",))
     return ModelConfig(**fields, attention=hf.parse_attention(values), activation="gated_relu2", sub_norms=True)

@@ -1,6 +1,6 @@
 """Typed access to the keys of a config file, with a check of each value when it is read."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -136,23 +136,22 @@ class ConfigValues:
             raise self.make_error(key, f"{format_json_value(choices[0])}; other values are not supported")
 
 
-def check_neutral_values(values: ConfigValues, neutral: Mapping[str, tuple[object, ...]]) -> None:
+def check_neutral_values(
+    values: ConfigValues, neutral: Mapping[str, tuple[object, ...]], supported: Collection[str] = ()
+) -> None:
     """Raise CheckpointError if a config file has a key that requests arithmetic that is not supported, such as quantization.
 
     Args:
         values: The keys of the file.
         neutral: Keys that change the arithmetic, and their values that change nothing.
+        supported: Keys whose other values are supported.
     """
-    for key in filter(values.__contains__, neutral):
+    for key in (key for key in neutral if key in values and key not in supported):
         if key in QUANTIZATION_KEYS and isinstance(values[key], dict):
             method = values[key].get("quant_method")
-            method_phrase = (
-                f"by {format_json_value(method)}"
-                if method
-                else "by MLX"
-                if "group_size" in values[key]
-                else "by an unknown method"
-            )
+            method_phrase = "by MLX" if "group_size" in values[key] else "by an unknown method"
+            if method:
+                method_phrase = f"by {format_json_value(method)}"
             raise CheckpointError(
                 f"{values.path}: the weights are quantized {method_phrase}, which is not supported; {ORIGINAL_HINT}"
             )

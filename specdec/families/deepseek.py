@@ -1,8 +1,8 @@
-"""DeepSeek-V2 (DeepSeek-AI 2024, arXiv:2405.04434) and DeepSeek-V3 (2024, arXiv:2412.19437): latent attention, and experts.
+"""DeepSeek-V2 (DeepSeek-AI 2024, arXiv:2405.04434), DeepSeek-V3 (2024, arXiv:2412.19437) and GLM-4.7-Flash (Z.ai 2026).
 
-DeepSeek-V2-Lite is of the first kind; Moonlight (Moonshot AI 2025, arXiv:2502.16982) is of the second. V2 scores experts by
-softmax, V3 by sigmoid with a bias for the choice. Shared experts process all tokens, and the first layers have no experts.
-llama.cpp has one architecture for both and for GLM-4.7-Flash.
+They have latent attention and experts. DeepSeek-V2-Lite is of the first kind; Moonlight (Moonshot AI 2025, arXiv:2502.16982) and
+GLM-4.7-Flash are of the second. V2 scores experts by softmax, V3 by sigmoid with a bias for the choice. Shared experts process
+all tokens, and the first layers have no experts. llama.cpp has one architecture for all.
 """
 
 from collections.abc import Iterator
@@ -14,16 +14,9 @@ import numpy as np
 from specdec.argument_checks import JSONDict
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
+from specdec.families import tensor_specs as specs
 from specdec.families.config_values import MAX_DIM, ConfigValues
-from specdec.families.family import (
-    GGUFFamily,
-    GGUFMetadata,
-    HFFamily,
-    RowGroups,
-    TensorSpec,
-    make_tensor_specs,
-    replace_in_specs,
-)
+from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily
 from specdec.layers.rope import get_yarn_attention_factor
 from specdec.model_config import (
     AttentionConfig,
@@ -48,25 +41,33 @@ V3_DEFAULTS = V2_DEFAULTS | {
     "n_shared_experts": 1, "num_experts_per_tok": 8, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
     "rope_interleave": True, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
 }  # fmt: skip
+GLM4_DEFAULTS = V3_DEFAULTS | {
+    "vocab_size": 154880, "hidden_size": 2048, "intermediate_size": 10240, "moe_intermediate_size": 1536,
+    "num_hidden_layers": 47, "num_attention_heads": 20, "num_key_value_heads": 20, "n_routed_experts": 64,
+    "routed_scaling_factor": 1.8, "q_lora_rank": 768, "v_head_dim": 256, "qk_nope_head_dim": 192, "n_group": 1, "topk_group": 1,
+    "num_experts_per_tok": 4, "max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "mlp_layer_types": None,
+    "first_k_dense_replace": None,
+}  # fmt: skip
+DENSE, SPARSE = "dense", "sparse"  # of mlp_layer_types
 SIGMOID_SUM_EPS = 1e-20
 GGUF_LOG_MULTIPLIER_KEY, GGUF_LOG_MULTIPLIER_UNIT = "rope.scaling.yarn_log_multiplier", 0.1  # times mscale_all_dim
 LATENT_TENSORS = ("wq", "wq_a", "q_a_norm", "wq_b", "wkv_a", "kv_a_norm", "wk_b", "wv_b")
 
 
-def get_key_rows(config: ModelConfig) -> RowGroups:
+def get_key_rows(config: ModelConfig) -> specs.RowGroups:
     """Return the rows that make keys in the matrix that makes keys and values of latent vectors."""
     latent = require_type(config.attention.latent, LatentAttentionConfig)
-    return RowGroups(config.n_heads, (latent.nope_dim, latent.value_dim), 0, 1)
+    return specs.RowGroups(config.n_heads, (latent.nope_dim, latent.value_dim), 0, 1)
 
 
-def get_value_rows(config: ModelConfig) -> RowGroups:
+def get_value_rows(config: ModelConfig) -> specs.RowGroups:
     """Return the rows that make values in the matrix that makes keys and values of latent vectors."""
     return get_key_rows(config)._replace(first_part=1, last_part=2)
 
 
-def make_key_value_specs(name: str) -> dict[str, TensorSpec]:
+def make_key_value_specs(name: str) -> dict[str, specs.TensorSpec]:
     """Return the specs of the key and value matrices of each head, which are stored in one matrix of this name."""
-    spec = TensorSpec(name, is_per_expert=True)
+    spec = specs.TensorSpec(name, is_per_expert=True)
     return {
         "wk_b": spec._replace(make_row_groups=get_key_rows, is_transposed=True),
         "wv_b": spec._replace(make_row_groups=get_value_rows),
@@ -74,37 +75,33 @@ def make_key_value_specs(name: str) -> dict[str, TensorSpec]:
 
 
 HF_TENSORS = (
-    replace_in_specs(hf.TENSORS, ("wq",), is_neox_style=False)
+    specs.replace(hf.TENSORS, ("wq",), is_neox_style=False)
     | hf.EXPERT_TENSORS
+    | hf.SHARED_EXPERTS_TENSORS
     | make_key_value_specs(hf.LAYER_WEIGHT % "self_attn.kv_b_proj")
-    | {"router_bias": TensorSpec("layers.{}.mlp.gate.e_score_correction_bias")}
-    | make_tensor_specs(
+    | specs.make("layers.{}.mlp.gate.%s", router_bias="e_score_correction_bias")
+    | specs.make(
         hf.LAYER_WEIGHT, wq_a="self_attn.q_a_proj", q_a_norm="self_attn.q_a_layernorm", wq_b="self_attn.q_b_proj",
-        wkv_a="self_attn.kv_a_proj_with_mqa", kv_a_norm="self_attn.kv_a_layernorm", shared_w1="mlp.shared_experts.gate_proj",
-        shared_w2="mlp.shared_experts.down_proj", shared_w3="mlp.shared_experts.up_proj",
+        wkv_a="self_attn.kv_a_proj_with_mqa", kv_a_norm="self_attn.kv_a_layernorm",
     )
 )  # fmt: skip
 GGUF_TENSORS = (
     gguf.INTERLEAVED_ROPE_TENSORS
     | gguf.EXPERT_TENSORS
     | make_key_value_specs(gguf.LAYER_WEIGHT % "attn_kv_b")  # in older files
-    | make_tensor_specs(
+    | specs.make(
         gguf.LAYER_WEIGHT, wq_a="attn_q_a", q_a_norm="attn_q_a_norm", wq_b="attn_q_b", wkv_a="attn_kv_a_mqa",
         kv_a_norm="attn_kv_a_norm",
     )
 )  # fmt: skip
-GGUF_KEY_VALUE_TENSORS = replace_in_specs(
-    make_tensor_specs(gguf.LAYER_WEIGHT, wk_b="attn_k_b", wv_b="attn_v_b"), ("wk_b", "wv_b"), is_per_expert=True
-)
+GGUF_KEY_VALUE_TENSORS = specs.make_per_expert(gguf.LAYER_WEIGHT, wk_b="attn_k_b", wv_b="attn_v_b")
 MTP_LAYER_TENSORS = (
-    "rms_att", *LATENT_TENSORS, "wo", "rms_ffn", *hf.EXPERT_TENSORS, "router_bias", "shared_w1", "shared_w2", "shared_w3",
+    "rms_att", *LATENT_TENSORS, "wo", "rms_ffn", *hf.EXPERT_TENSORS, "router_bias", *hf.SHARED_EXPERTS_TENSORS,
 )  # fmt: skip
-HF_MTP_TENSORS = {name: HF_TENSORS[name] for name in MTP_LAYER_TENSORS} | make_tensor_specs(
+HF_MTP_TENSORS = {name: HF_TENSORS[name] for name in MTP_LAYER_TENSORS} | specs.make(
     hf.LAYER_WEIGHT, fc="eh_proj", rms_emb="enorm", rms_hidden="hnorm", rms_final="shared_head.norm"
 )
-GGUF_MTP_TENSORS = {name: GGUF_TENSORS[name] for name in MTP_LAYER_TENSORS} | make_tensor_specs(
-    "blk.{}.nextn.%s.weight", fc="eh_proj", rms_emb="enorm", rms_hidden="hnorm", rms_final="shared_head_norm"
-)
+GGUF_MTP_TENSORS = gguf.make_mtp_specs(GGUF_TENSORS, MTP_LAYER_TENSORS)
 
 
 def parse_latent_attention(values: ConfigValues) -> JSONDict:
@@ -114,7 +111,6 @@ def parse_latent_attention(values: ConfigValues) -> JSONDict:
         CheckpointError: A value is not supported.
     """
     hf.reject_biases(values)
-    hf.reject_window(values)
     values.require("num_key_value_heads", values["num_attention_heads"], None)
     latent = LatentAttentionConfig(
         kv_rank=values.get_int("kv_lora_rank", max_value=MAX_DIM),
@@ -180,16 +176,6 @@ def parse_groups(values: ConfigValues) -> JSONDict:
     return {"n_groups": values.get_int("n_group"), "n_groups_used": values.get_int("topk_group")}
 
 
-def parse_sigmoid_experts(values: ConfigValues, n_dense_layers: int) -> ExpertsConfig | None:
-    """Return the `ExpertsConfig` of a model like DeepSeek-V3; see `parse_experts`."""
-    values.require("topk_method", "noaux_tc", None)
-    values.require("scoring_func", "sigmoid", None)
-    return parse_experts(
-        values, n_dense_layers, norm_topk_prob=values.get_bool("norm_topk_prob"), is_sigmoid=True, has_selection_bias=True,
-        sum_eps=SIGMOID_SUM_EPS, **parse_groups(values),
-    )  # fmt: skip
-
-
 def parse_v2_config(values: ConfigValues) -> ModelConfig:
     """Build the `ModelConfig` of a DeepSeek-V2 model from the keys of config.json."""
     values.require("topk_method", "greedy", "group_limited_greedy")
@@ -201,10 +187,36 @@ def parse_v2_config(values: ConfigValues) -> ModelConfig:
 
 
 def parse_v3_config(values: ConfigValues) -> ModelConfig:
-    """Build the `ModelConfig` of a DeepSeek-V3 model from the keys of config.json."""
+    """Build the `ModelConfig` of a model like DeepSeek-V3 from the keys of config.json."""
     values.require("rope_interleave", True, None)
-    experts = parse_sigmoid_experts(values, values.get_count("first_k_dense_replace"))
+    values.require("topk_method", "noaux_tc", None)
+    values.require("scoring_func", "sigmoid", None)
+    experts = parse_experts(
+        values, count_dense_layers(values), norm_topk_prob=values.get_bool("norm_topk_prob"), is_sigmoid=True,
+        has_selection_bias=True, sum_eps=SIGMOID_SUM_EPS, **parse_groups(values),
+    )  # fmt: skip
     return ModelConfig(**hf.parse_base_fields(values) | parse_latent_attention(values), experts=experts)
+
+
+def count_dense_layers(values: ConfigValues) -> int:
+    """Return the number of layers without experts, which are the first ones.
+
+    In GLM-4.7-Flash, whose files have a list of types, transformers takes one by default.
+
+    Raises:
+        CheckpointError: A value is not valid, or two keys differ.
+    """
+    if "mlp_layer_types" not in values:
+        return values.get_count("first_k_dense_replace")
+    n = 1
+    if values["mlp_layer_types"] is not None:
+        n_layers = values.get_int("num_hidden_layers", max_value=hf.MAX_LAYERS)
+        types = values.get_per_layer("mlp_layer_types", n_layers, (DENSE, SPARSE), f"{DENSE} or {SPARSE}")
+        n = types.count(DENSE)
+        if DENSE in types[n:]:
+            raise values.make_error("mlp_layer_types", f"{DENSE} in the first layers only")
+    values.require("first_k_dense_replace", n, None)
+    return n
 
 
 def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
@@ -250,8 +262,7 @@ def parse_gguf_experts(metadata: GGUFMetadata) -> ExpertsConfig | None:
     """
     if metadata[gguf.EXPERT_COUNT_KEY] in (0, None):
         return None
-    n_layers, bias = metadata.common_fields["n_layers"], gguf.EXPERT_TENSORS["router_bias"].name
-    has_bias = any(bias.format(i) in metadata.tensors for i in range(n_layers))
+    n_layers, has_bias = metadata.common_fields["n_layers"], gguf.has_selection_bias(metadata)
     metadata.require(gguf.GATING_FUNC_KEY, gguf.SIGMOID, gguf.SOFTMAX, 0, None)
     is_sigmoid = metadata[gguf.GATING_FUNC_KEY] == gguf.SIGMOID or (metadata[gguf.GATING_FUNC_KEY] in (0, None) and has_bias)
     experts = gguf.parse_experts(
@@ -271,19 +282,19 @@ def list_unused_gguf(config: ModelConfig) -> Iterator[str]:
     return (gguf.LAYER_WEIGHT.format(i) % "attn_kv_b" for i in range(config.n_layers))
 
 
-HF_SUPPORTED_KEYS = ("n_routed_experts", "num_local_experts", "num_experts")
+HF_FAMILY = HFFamily("deepseek_v2", V2_DEFAULTS, parse_v2_config, HF_TENSORS, (hf.FUSED_EXPERT_TENSORS,))
+HF_V3_FAMILY = replace(
+    HF_FAMILY, name="deepseek_v3", defaults=V3_DEFAULTS, parse_config=parse_v3_config,
+    mtp_specs=(HF_MTP_TENSORS, hf.FUSED_EXPERT_TENSORS),
+)  # fmt: skip
 FAMILY = (
-    HFFamily(
-        "deepseek_v2", V2_DEFAULTS, parse_v2_config, HF_TENSORS, (hf.FUSED_EXPERT_TENSORS,), supported_keys=HF_SUPPORTED_KEYS
-    ),
-    HFFamily(
-        "deepseek_v3", V3_DEFAULTS, parse_v3_config, HF_TENSORS, (hf.FUSED_EXPERT_TENSORS,), supported_keys=HF_SUPPORTED_KEYS,
-        mtp_specs=(HF_MTP_TENSORS, hf.FUSED_EXPERT_TENSORS),
-    ),
+    HF_FAMILY,
+    HF_V3_FAMILY,
+    replace(HF_V3_FAMILY, name="glm4_moe_lite", defaults=GLM4_DEFAULTS),
     GGUFFamily(
         "deepseek2", parse_gguf_config, GGUF_TENSORS, (gguf.FUSED_EXPERT_TENSORS, GGUF_KEY_VALUE_TENSORS),
         mtp_specs=(GGUF_MTP_TENSORS, gguf.FUSED_EXPERT_TENSORS, GGUF_KEY_VALUE_TENSORS),
-        supported_keys=(gguf.EXPERT_COUNT_KEY, gguf.GATING_FUNC_KEY, gguf.NEXTN_LAYERS_KEY, "expert_group_count"),
+        supported_keys=(gguf.GATING_FUNC_KEY, gguf.NEXTN_LAYERS_KEY, "expert_group_count"),
         list_unused=list_unused_gguf,
     ),
 )  # fmt: skip

@@ -12,17 +12,9 @@ from specdec.argument_checks import CheckpointError, JSONObject, format_json_val
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
 from specdec.families import llama, qwen
+from specdec.families import tensor_specs as specs
 from specdec.families.config_values import ConfigValues, check_neutral_values
-from specdec.families.family import (
-    GGUFFamily,
-    GGUFMetadata,
-    HFFamily,
-    HFHead,
-    TensorSource,
-    TensorSpec,
-    is_layer_list,
-    make_tensor_specs,
-)
+from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily, HFHead, is_layer_list
 from specdec.families.hf_common import LM_HEAD
 from specdec.head_config import HeadConfig
 from specdec.model_config import ModelConfig
@@ -30,15 +22,15 @@ from specdec.model_config import ModelConfig
 D2T, EMBEDDING = "d2t", "embed_tokens.weight"  # d2t maps rows to ids: offsets in folders, absolute in GGUF files
 TARGET_LAYERS_KEYS = ("target_layers", "extract_layers")  # keys of the current and of the first converter
 GGUF_TENSORS = gguf.OUTER_TENSORS | {
-    "fc": TensorSpec("fc.weight"),
-    "fc_norm": TensorSpec("enc.output_norm.weight", is_unnumbered=True),
-    "rms_emb": TensorSpec("blk.0.attn_norm.weight"),
-    "rms_hidden": TensorSpec("blk.0.attn_norm_2.weight"),
+    "fc": specs.TensorSpec("fc.weight"),
+    "fc_norm": specs.TensorSpec("enc.output_norm.weight", is_unnumbered=True),
+    "rms_emb": specs.TensorSpec("blk.0.attn_norm.weight"),
+    "rms_hidden": specs.TensorSpec("blk.0.attn_norm_2.weight"),
     **{
-        name: TensorSpec(gguf.INTERLEAVED_ROPE_TENSORS[name].name.format(0))
+        name: specs.TensorSpec(gguf.INTERLEAVED_ROPE_TENSORS[name].name.format(0))
         for name in ("wq", "wk", "wv", "wo", "rms_ffn", "w1", "w2", "w3")
     },
-    "rms_final": TensorSpec("output_norm.weight"),
+    "rms_final": specs.TensorSpec("output_norm.weight"),
 }
 
 
@@ -53,13 +45,13 @@ PREFIX = re.compile(r"model\.")
 IGNORED_NAMES = re.compile(r"t2d|((midlayer|layers\.0)\.self_attn\.)?rotary_emb\.inv_freq|verifier_(norm|lm_head)\.weight")
 FC_NORM_TENSORS = {
     "": {},
-    "each": {"fc_norm": TensorSpec("fc_norm.{}.weight")},
-    "whole": {"fc_norm": TensorSpec("input_norm.weight", is_unnumbered=True)},
+    "each": {"fc_norm": specs.TensorSpec("fc_norm.{}.weight")},
+    "whole": {"fc_norm": specs.TensorSpec("input_norm.weight", is_unnumbered=True)},
 }
-OUTER_TENSORS = make_tensor_specs("%s.weight", fc="fc", rms_final="norm", wcls="lm_head", tok_emb="embed_tokens")
+OUTER_TENSORS = specs.make("%s.weight", fc="fc", rms_final="norm", wcls="lm_head", tok_emb="embed_tokens")
 LAYER_TENSORS = {
-    "rms_emb": TensorSpec("layers.{}.input_layernorm.weight"),
-    "rms_hidden": TensorSpec("layers.{}.hidden_norm.weight"),
+    "rms_emb": specs.TensorSpec("layers.{}.input_layernorm.weight"),
+    "rms_hidden": specs.TensorSpec("layers.{}.hidden_norm.weight"),
     **{name: spec for name, spec in hf.TENSORS.items() if "{}" in spec.name and name != "rms_att"},
 }
 # Supported flags, false by default.
@@ -76,7 +68,7 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
 }
 
 
-def get_tensor_specs(config: ModelConfig, tensors: TensorSource) -> dict[str, TensorSpec]:
+def get_tensor_specs(config: ModelConfig, tensors: specs.TensorSource) -> dict[str, specs.TensorSpec]:
     """Return the specs of an EAGLE-3 head's tensors by our names, in the dialect (EAGLE or speculators) that the folder uses."""
     assert config.head
     layer = LAYER_PREFIXES[not any(name.startswith(LAYER_PREFIXES[0]) for name in tensors)]
@@ -84,12 +76,12 @@ def get_tensor_specs(config: ModelConfig, tensors: TensorSource) -> dict[str, Te
     return OUTER_TENSORS | FC_NORM_TENSORS[config.head.fc_norm] | layer_specs
 
 
-def get_id_map_name(config: ModelConfig, tensors: TensorSource) -> str:
+def get_id_map_name(config: ModelConfig, tensors: specs.TensorSource) -> str:
     """Return the name of the tensor with each row's offset from row index to token id; "" if each row's index is its id."""
     return D2T if D2T in tensors else ""
 
 
-def parse_config(path: Path, given: JSONObject, tensors: TensorSource) -> ModelConfig:
+def parse_config(path: Path, given: JSONObject, tensors: specs.TensorSource) -> ModelConfig:
     """Build the `ModelConfig` of an EAGLE-3 draft head from its parsed config.json.
 
     An embedding or a classifier that the folder lacks is the target's.
@@ -149,7 +141,7 @@ def _parse_layer_values(path: Path, given: JSONObject, default_family: str) -> C
             f"{path}: the head's layer has the model_type {format_json_value(family)}; supported: {', '.join(LAYER_FAMILIES)}"
         )
     layer = ConfigValues(path, given, dict(LAYER_FAMILIES[family].defaults) | {"model_type": family, "num_hidden_layers": 1})
-    check_neutral_values(layer, hf.NEUTRAL_VALUES)
+    hf.check_unsupported_keys(layer, LAYER_FAMILIES[family])
     layer.require("num_hidden_layers", 1)
     return layer
 

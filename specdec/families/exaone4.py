@@ -39,9 +39,8 @@ def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
         return ModelConfig(**sizes, norm_placement="behind")
     sliding = sizes["attention"] = replace(sizes["attention"], window=window)
     full = gguf.get_full_attention_layers(metadata, FULL_ATTENTION_INTERVAL)
-    return ModelConfig(
-        **sizes, layers=hf.make_full_attention_layers(sliding, full, n_layers, has_rope=False), norm_placement="behind"
-    )
+    layers = hf.make_full_attention_layers(sliding, full, n_layers, has_rope=False)
+    return ModelConfig(**sizes, layers=layers, norm_placement="behind")
 
 
 FAMILY = (

@@ -9,8 +9,9 @@ from typing import Any
 from specdec.argument_checks import MIN_SCALE
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
+from specdec.families import tensor_specs as specs
 from specdec.families.config_values import MAX_SIZE, ConfigValues
-from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily, TensorSpec, make_tensor_specs
+from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily
 from specdec.families.recurrent_common import GGUF_MAMBA_TENSORS, make_mamba_specs, parse_gguf_mamba, parse_hf_mamba
 from specdec.mixer_config import Mamba2Config
 from specdec.model_config import LayerConfig, ModelConfig
@@ -28,25 +29,23 @@ DEFAULTS = hf.DEFAULTS | dict.fromkeys(MULTIPLIER_KEYS, 1.0) | {
 }  # fmt: skip
 HF_TENSORS = (
     hf.TENSORS
-    | make_tensor_specs("%s.weight", rms_final="final_layernorm")
-    | make_tensor_specs(
+    | specs.make("%s.weight", rms_final="final_layernorm")
+    | specs.make(
         hf.LAYER_WEIGHT, rms_ffn="pre_ff_layernorm", w1="feed_forward.gate_proj", w2="feed_forward.down_proj",
         w3="feed_forward.up_proj",
     )
     | make_mamba_specs("layers.{}.mamba.%s")
 )  # fmt: skip
 NORM = GGUF_MAMBA_TENSORS["mamba_norm"].name
-GGUF_TENSORS = (
-    gguf.TENSORS | GGUF_MAMBA_TENSORS | {"rms_ffn": TensorSpec("blk.{}.ffn_norm")}
-)  # without a suffix, in llama.cpp, too
+# The name of rms_ffn has no suffix, in llama.cpp, too.
+GGUF_TENSORS = gguf.TENSORS | GGUF_MAMBA_TENSORS | specs.make("blk.{}.%s", rms_ffn="ffn_norm")
 
 
 def get_factors(values: ConfigValues, key: str, n: int) -> Sequence[float]:
     """Return the value of a key as a list of n factors, each 1 if the key is missing. Raises CheckpointError."""
     given = [1.0] * n if values[key] is None else values[key]
-    if not isinstance(given, list) or len(given) != n or not all(
-        type(each) in (int, float) and MIN_SCALE <= abs(each) <= 1 / MIN_SCALE for each in given
-    ):  # fmt: skip
+    is_list = isinstance(given, list) and all(type(each) in (int, float) for each in given)
+    if not is_list or len(given) != n or not all(MIN_SCALE <= abs(each) <= 1 / MIN_SCALE for each in given):
         raise values.make_error(key, f"a list of {n} numbers from {MIN_SCALE:g} to {1 / MIN_SCALE:g}")
     return given
 
@@ -74,7 +73,6 @@ def parse_mamba(values: ConfigValues, scale: float, output_scale: float) -> Mamb
 
 def parse_config(values: ConfigValues) -> ModelConfig:
     """Build the `ModelConfig` of a Falcon-H1 model from the keys of config.json."""
-    hf.reject_window(values)
     hf.reject_biases(values)
     scales = {key: values.get_float(key, MIN_SCALE, 1 / MIN_SCALE) for key in MULTIPLIER_KEYS}
     before, behind = scales["attention_in_multiplier"], scales["attention_out_multiplier"]

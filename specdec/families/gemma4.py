@@ -13,36 +13,33 @@ from typing import Any
 import numpy as np
 
 from specdec.argument_checks import MIN_SCALE, JSONDict
+from specdec.families import family
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
+from specdec.families import tensor_specs as specs
 from specdec.families.config_values import MAX_DIM, ConfigValues
-from specdec.families.family import IGNORED_NAMES as HF_IGNORED_NAMES
-from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily, make_fused_expert_specs, make_tensor_specs
-from specdec.families.gemma3 import BLOCK_FIELDS, compute_embedding_scale
+from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily
+from specdec.families.gemma import BLOCK_FIELDS, COMMON_DEFAULTS, compute_embedding_scale
 from specdec.families.hf_common import FULL_ATTENTION, MAX_THETA, SLIDING_ATTENTION
 from specdec.model_config import AttentionConfig, LayerConfig, ModelConfig, PerLayerInputsConfig, RopeConfig
 
-DEFAULTS: JSONDict = {
-    "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "attention_bias": False, "bos_token_id": 2, "eos_token_id": 1,
-    "rope_parameters": None, "sliding_window": 512, "layer_types": None, "final_logit_softcapping": None,
+LOGIT_SOFTCAP_KEY, PER_LAYER_CONFIG_KEY = "final_logit_softcapping", "per_layer_config"
+HEAD_KEYS = ("head_dim", "num_key_value_heads")
+DEFAULTS = COMMON_DEFAULTS | {
+    "vocab_size": 262144, "num_hidden_layers": 30, "rope_parameters": None, "sliding_window": 512, LOGIT_SOFTCAP_KEY: None,
     "use_bidirectional_attention": None, "vocab_size_per_layer_input": 262144, "hidden_size_per_layer_input": 256,
     "attention_k_eq_v": False, "num_kv_shared_layers": 0, "enable_moe_block": False, "use_double_wide_mlp": False,
     "num_experts": None, "num_experts_per_tok": None, "moe_intermediate_size": None, "global_head_dim": 512,
-    "num_global_key_value_heads": None, "per_layer_config": None,
+    "num_global_key_value_heads": None, PER_LAYER_CONFIG_KEY: None,
 }  # fmt: skip
 UNIFIED = "gemma4_unified"  # Gemma 4 12B: the same language model without per-layer inputs; images and sound need no towers
 UNIFIED_DEFAULTS = DEFAULTS | {"max_position_embeddings": 262144, "sliding_window": 1024, "hidden_size_per_layer_input": 0}
-LOGIT_SOFTCAP_KEY, PER_LAYER_CONFIG_KEY, HEAD_KEYS = (
-    "final_logit_softcapping",
-    "per_layer_config",
-    ("head_dim", "num_key_value_heads"),
-)
 SUPPORTED_KEYS = (LOGIT_SOFTCAP_KEY, PER_LAYER_CONFIG_KEY)
 GGUF_PER_LAYER_KEYS = (gguf.KV_HEADS_KEY, gguf.MLP_DIM_KEY)
 SHARED_KV_LAYERS_KEY, PER_LAYER_INPUT_DIM_KEY = "attention.shared_kv_layers", "embedding_length_per_layer_input"
-IGNORED_NAMES = re.compile(HF_IGNORED_NAMES.pattern + r"|(model\.)?(audio_tower|embed_vision|vision_embedder|embed_audio)\..*")
+IGNORED_NAMES = re.compile(
+    family.IGNORED_NAMES.pattern + r"|(model\.)?(audio_tower|embed_vision|vision_embedder|embed_audio)\..*"
+)
 DEFAULT_ROPE: dict[str, dict[str, Any]] = {
     SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": 10000.0},
     FULL_ATTENTION: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
@@ -50,27 +47,27 @@ DEFAULT_ROPE: dict[str, dict[str, Any]] = {
 ROPE_DEFAULTS: JSONDict = {"rope_type": "default", "partial_rotary_factor": 1.0, "factor": 1.0}  # for missing keys
 FULL_ATTENTION_INTERVAL = 6  # default, if there is no list of layer types
 UNROTATED_DIVISOR = float(np.float32(1e30))  # frequency factor of pairs that are not rotated, also in GGUF files
-FUSED_EXPERT_TENSORS = make_fused_expert_specs("layers.{}.experts.%s")
+FUSED_EXPERT_TENSORS = specs.fuse_experts("layers.{}.experts.%s")
 HF_TENSORS = hf.TENSORS | hf.PRE_POST_NORM_TENSORS | FUSED_EXPERT_TENSORS | {
-    **make_tensor_specs(
+    **specs.make(
         hf.LAYER_WEIGHT, wk_as_v="self_attn.k_proj", inputs_gate="per_layer_input_gate", inputs_back="per_layer_projection",
         inputs_norm="post_per_layer_input_norm", router="router.proj", rms_experts="pre_feedforward_layernorm_2",
         rms_mlp_out="post_feedforward_layernorm_1", rms_experts_out="post_feedforward_layernorm_2",
     ),
-    **make_tensor_specs("layers.{}.%s", layer_scale="layer_scalar", router_scale="router.scale",
+    **specs.make("layers.{}.%s", layer_scale="layer_scalar", router_scale="router.scale",
     expert_scale="router.per_expert_scale"),
-    **make_tensor_specs(
+    **specs.make(
         "%s.weight", input_rows="embed_tokens_per_layer", inputs="per_layer_model_projection",
         inputs_norm_in="per_layer_projection_norm",
     ),
 }  # fmt: skip
 GGUF_TENSORS = gguf.TENSORS | gguf.EXPERT_TENSORS | gguf.POST_NORM_TENSORS | {
-    **make_tensor_specs(
+    **specs.make(
         gguf.LAYER_WEIGHT, wk_as_v="attn_k", layer_scale="layer_output_scale", inputs_gate="inp_gate", inputs_back="proj",
         inputs_norm="post_norm", rms_experts="pre_ffw_norm_2", rms_mlp_out="post_ffw_norm_1", rms_experts_out="post_ffw_norm_2",
     ),
-    **make_tensor_specs("blk.{}.%s.scale", router_scale="ffn_gate_inp", expert_scale="ffn_down_exps"),
-    **make_tensor_specs(
+    **specs.make("blk.{}.%s.scale", router_scale="ffn_gate_inp", expert_scale="ffn_down_exps"),
+    **specs.make(
         "%s.weight", input_rows="per_layer_token_embd", inputs="per_layer_model_proj", inputs_norm_in="per_layer_proj_norm"
     ),
 }  # fmt: skip
@@ -260,7 +257,7 @@ def list_unused_gguf(config: ModelConfig) -> Iterator[str]:
 
 HF_FAMILY = HFFamily(
     "gemma4_text", DEFAULTS, parse_config, HF_TENSORS, ignored_names=IGNORED_NAMES,
-    supported_keys=(*SUPPORTED_KEYS, "num_experts"),
+    supported_keys=SUPPORTED_KEYS,
     key_aliases={"top_k_experts": "num_experts_per_tok"}, multimodal_types={"gemma4": True}, list_unused=list_unused,
 )  # fmt: skip
 FAMILY = (
@@ -268,7 +265,7 @@ FAMILY = (
     replace(HF_FAMILY, name=f"{UNIFIED}_text", defaults=UNIFIED_DEFAULTS, multimodal_types={UNIFIED: True}),
     GGUFFamily(
         "gemma4", parse_gguf_config, GGUF_TENSORS, (gguf.FUSED_EXPERT_TENSORS,),
-        supported_keys=(gguf.SLIDING_WINDOW_KEY, LOGIT_SOFTCAP_KEY, gguf.EXPERT_COUNT_KEY, *gguf.WINDOW_HEAD_KEYS),
+        supported_keys=(gguf.SLIDING_WINDOW_KEY, LOGIT_SOFTCAP_KEY, *gguf.WINDOW_HEAD_KEYS),
         per_layer_keys=GGUF_PER_LAYER_KEYS, list_unused=list_unused_gguf,
     ),
 )  # fmt: skip

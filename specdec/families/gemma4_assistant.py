@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from specdec.argument_checks import JSONDict, JSONObject
-from specdec.families import gemma3, gemma4
+from specdec.families import gemma, gemma4
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
-from specdec.families.config_values import ConfigValues, check_neutral_values
-from specdec.families.family import GGUFFamily, GGUFMetadata, HFHead, TensorSource, TensorSpec
+from specdec.families import tensor_specs as specs
+from specdec.families.config_values import ConfigValues
+from specdec.families.family import GGUFFamily, GGUFMetadata, HFHead
 from specdec.head_config import AssistantConfig
 from specdec.model_config import (
     ASSISTANT,
@@ -29,19 +30,19 @@ DEFAULTS: JSONDict = {
 UNIFIED_DEFAULTS = DEFAULTS | {"backbone_hidden_size": 3840}
 NO_PER_LAYER_INPUTS = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
 HF_TENSORS = gemma4.HF_TENSORS | {
-    "pre": TensorSpec("pre_projection.weight"),
-    "post": TensorSpec("post_projection.weight"),
-    "centroids": TensorSpec("masked_embedding.centroids.weight"),
+    "pre": specs.TensorSpec("pre_projection.weight"),
+    "post": specs.TensorSpec("post_projection.weight"),
+    "centroids": specs.TensorSpec("masked_embedding.centroids.weight"),
 }
 TOKEN_ORDERING = "masked_embedding.token_ordering"
 
 
-def get_id_map_name(config: ModelConfig, tensors: TensorSource) -> str:
+def get_id_map_name(config: ModelConfig, tensors: specs.TensorSource) -> str:
     """Return the name of the tensor with token ids in the order of their centroids; "" if the assistant has no centroids."""
     return TOKEN_ORDERING if get_assistant_config(config).n_centroids else ""
 
 
-def parse_config(path: Path, given: JSONObject, tensors: TensorSource) -> ModelConfig:
+def parse_config(path: Path, given: JSONObject, tensors: specs.TensorSource) -> ModelConfig:
     """Build the `ModelConfig` of a Gemma 4 assistant, a draft head, from its parsed config.json.
 
     The config of its layers, which use the target's keys and values, is in text_config.
@@ -61,9 +62,7 @@ def parse_config(path: Path, given: JSONObject, tensors: TensorSource) -> ModelC
         raise top_level.make_error(hf.TEXT_CONFIG_KEY, "an object, the config of its layers")
     text_values = ConfigValues(path, text_config, text_defaults | NO_PER_LAYER_INPUTS)
     for values in (top_level, text_values):
-        check_neutral_values(
-            values, {key: neutral for key, neutral in hf.NEUTRAL_VALUES.items() if key not in gemma4.SUPPORTED_KEYS}
-        )
+        hf.check_unsupported_keys(values, gemma4.HF_FAMILY)
     top_level.require("tie_word_embeddings", True)
     n_layers = text_values.get_int("num_hidden_layers")
     text_values.require("num_kv_shared_layers", n_layers, 0, None)
@@ -109,7 +108,7 @@ def _make_assistant_config(model: ModelConfig, target_dim: int, n_centroids: int
         architecture=ASSISTANT,
         attention=_use_target_kv(model.attention),
         layers=tuple(replace(layer, attention=_use_target_kv(layer.attention or model.attention)) for layer in model.layers),
-        embedding_scale=gemma3.compute_embedding_scale(target_dim),
+        embedding_scale=gemma.compute_embedding_scale(target_dim),
         head=AssistantConfig(
             target_dim=target_dim,
             target_layers=(),
@@ -123,8 +122,8 @@ def _make_assistant_config(model: ModelConfig, target_dim: int, n_centroids: int
 
 
 GGUF_TENSORS = gemma4.GGUF_TENSORS | {
-    "pre": TensorSpec("nextn.pre_projection.weight"),
-    "post": TensorSpec("nextn.post_projection.weight"),
+    "pre": specs.TensorSpec("nextn.pre_projection.weight"),
+    "post": specs.TensorSpec("nextn.post_projection.weight"),
 }
 FAMILY = (
     GGUFFamily(

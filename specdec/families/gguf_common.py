@@ -3,26 +3,19 @@
 Keys, names and defaults are llama.cpp's (gguf-py's constants.py, src/llama-model.cpp).
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from specdec.argument_checks import MIN_SCALE, JSONDict
-from specdec.families.config_values import MAX_DIM
-from specdec.families.family import (
-    EXPERT_WEIGHTS,
-    EXPERTS_GATE_UP,
-    ROTARY_TENSORS,
-    GGUFMetadata,
-    TensorSpec,
-    make_fused_specs,
-    make_tensor_specs,
-    replace_in_specs,
-)
+from specdec.families import tensor_specs as specs
+from specdec.families.config_values import MAX_DIM, ConfigValues, check_neutral_values
+from specdec.families.family import GGUFFamily, GGUFMetadata
 from specdec.families.hf_common import MAX_THETA
 from specdec.layers.rope import get_yarn_attention_factor
-from specdec.model_config import AttentionConfig, ExpertsConfig, RopeConfig, YarnRopeScaling
+from specdec.model_config import AttentionConfig, ExpertsConfig, ModelConfig, RopeConfig, YarnRopeScaling
 
 RMS_EPS_KEY, LAYER_NORM_EPS_KEY = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 EMBEDDING, LM_HEAD, ROPE_FREQS = "token_embd.weight", "output.weight", "rope_freqs.weight"
@@ -30,7 +23,6 @@ MLP_DIM_KEY, EXPERT_DIM_KEY, KV_HEADS_KEY = "feed_forward_length", "expert_feed_
 HEADS_KEY = "attention.head_count"
 PER_LAYER_KEYS = (HEADS_KEY, KV_HEADS_KEY, MLP_DIM_KEY, EXPERT_DIM_KEY)  # a number, or a list with one per layer
 SLIDING_WINDOW_KEY, EXPERT_COUNT_KEY, QUERY_SCALE_KEY = "attention.sliding_window", "expert_count", "attention.temperature_scale"
-RMS_EPS_KEY = "attention.layer_norm_rms_epsilon"
 GATING_FUNC_KEY, SOFTMAX, SIGMOID = "expert_gating_func", 1, 2
 ATTENTION_FACTOR_KEY, NEXTN_LAYERS_KEY = "rope.scaling.attn_factor", "nextn_predict_layers"
 # Sizes of the heads of layers with a sliding window
@@ -39,12 +31,8 @@ WINDOW_HEAD_KEYS = ("attention.key_length_swa", "attention.value_length_swa", "r
 NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     key: neutral
     for neutral, keys in (
-        (
-            (0, None),
-            f"{EXPERT_COUNT_KEY} {SLIDING_WINDOW_KEY} {QUERY_SCALE_KEY} {NEXTN_LAYERS_KEY} attn_logit_softcapping "
-            f"final_logit_softcapping attention.scale",
-        ),
-        ((0, None), "attention.clamp_kqv attention.max_alibi_bias rope.scaling.alpha"),
+        ((0, None), f"{EXPERT_COUNT_KEY} {SLIDING_WINDOW_KEY} {QUERY_SCALE_KEY} {NEXTN_LAYERS_KEY} attn_logit_softcapping"),
+        ((0, None), "final_logit_softcapping attention.scale attention.clamp_kqv attention.max_alibi_bias rope.scaling.alpha"),
         ((1, 0, None), f"{ATTENTION_FACTOR_KEY} logit_scale residual_scale embedding_scale"),
         ((1, None), "rope.scaling.yarn_ext_factor"),
         ((None,), " ".join(WINDOW_HEAD_KEYS)),
@@ -57,32 +45,57 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     for key in keys.split()
 }
 LAYER_WEIGHT, LAYER_BIAS = "blk.{}.%s.weight", "blk.{}.%s.bias"
-OUTER_TENSORS = {"tok_emb": TensorSpec(EMBEDDING), "wcls": TensorSpec(LM_HEAD)}
+OUTER_TENSORS = {"tok_emb": specs.TensorSpec(EMBEDDING), "wcls": specs.TensorSpec(LM_HEAD)}
 INTERLEAVED_ROPE_TENSORS = (  # for families in which llama.cpp's converter stores q and k in adjacent pairs
     OUTER_TENSORS
-    | {"rms_final": TensorSpec("output_norm.weight")}
-    | make_tensor_specs(
+    | {"rms_final": specs.TensorSpec("output_norm.weight")}
+    | specs.make(
         LAYER_WEIGHT, rms_att="attn_norm", wq="attn_q", wk="attn_k", wv="attn_v", wo="attn_output", q_norm="attn_q_norm",
         k_norm="attn_k_norm", rms_ffn="ffn_norm", w1="ffn_gate", w2="ffn_down", w3="ffn_up",
     )
-    | make_tensor_specs(
+    | specs.make(
         LAYER_BIAS, rms_att_bias="attn_norm", bq="attn_q", bk="attn_k", bv="attn_v", bo="attn_output", rms_ffn_bias="ffn_norm",
         b1="ffn_gate", b2="ffn_down", b3="ffn_up",
     )
-    | make_tensor_specs("%s.bias", rms_final_bias="output_norm", wcls_bias="output")
+    | specs.make("%s.bias", rms_final_bias="output_norm", wcls_bias="output")
 )  # fmt: skip
-TENSORS = replace_in_specs(INTERLEAVED_ROPE_TENSORS, ROTARY_TENSORS, is_neox_style=True)
-POST_NORM_TENSORS = make_tensor_specs(LAYER_WEIGHT, rms_att_out="post_attention_norm", rms_ffn_out="post_ffw_norm")
-EXPERT_TENSORS = make_tensor_specs(LAYER_BIAS, router_bias="exp_probs_b") | replace_in_specs(
-    make_tensor_specs(
-        LAYER_WEIGHT, router="ffn_gate_inp", experts_w1="ffn_gate_exps", experts_w2="ffn_down_exps", experts_w3="ffn_up_exps",
-        shared_w1="ffn_gate_shexp", shared_w2="ffn_down_shexp", shared_w3="ffn_up_shexp", shared_gate="ffn_gate_inp_shexp",
-    ),
-    EXPERT_WEIGHTS, is_per_expert=True,
+TENSORS = specs.set_rope_pairs(INTERLEAVED_ROPE_TENSORS)
+POST_NORM_TENSORS = specs.make(LAYER_WEIGHT, rms_att_out="post_attention_norm", rms_ffn_out="post_ffw_norm")
+EXPERT_TENSORS = (
+    specs.make(LAYER_BIAS, router_bias="exp_probs_b")
+    | specs.make(
+        LAYER_WEIGHT, router="ffn_gate_inp", shared_w1="ffn_gate_shexp", shared_w2="ffn_down_shexp", shared_w3="ffn_up_shexp",
+        shared_gate="ffn_gate_inp_shexp",
+    )
+    | specs.make_per_expert(LAYER_WEIGHT, experts_w1="ffn_gate_exps", experts_w2="ffn_down_exps", experts_w3="ffn_up_exps")
 )  # fmt: skip
-FUSED_EXPERT_TENSORS = make_fused_specs(EXPERTS_GATE_UP, LAYER_WEIGHT % "ffn_gate_up_exps", is_per_expert=True)
+FUSED_EXPERT_TENSORS = specs.fuse(specs.EXPERTS_GATE_UP, LAYER_WEIGHT % "ffn_gate_up_exps", is_per_expert=True)
 YARN_SCALE_KEY, YARN_SCALE_TOLERANCE = "rope.scaling.yarn_attn_factor", 1e-3  # recomputed by llama.cpp; for rounding
 YARN_BETAS = "beta_fast", "beta_slow"
+
+
+def make_mtp_specs(own: specs.TensorSpecs, layer_tensors: Iterable[str]) -> specs.TensorSpecs:
+    """Return the specs of the tensors of an MTP draft head in a GGUF file: those of its layer, then its own.
+
+    Args:
+        own: Specs of the model's tensors, which the layer's tensors are named after.
+        layer_tensors: Our names of the layer's tensors.
+    """
+    head_specs = specs.make(
+        "blk.{}.nextn.%s.weight", fc="eh_proj", rms_emb="enorm", rms_hidden="hnorm", rms_final="shared_head_norm"
+    )
+    return {name: own[name] for name in layer_tensors} | head_specs
+
+
+def check_unsupported_keys(values: ConfigValues, family: GGUFFamily) -> None:
+    """Raise CheckpointError if a GGUF file has a key that changes the arithmetic and that its family does not support."""
+    supported = family.supported_keys + ((EXPERT_COUNT_KEY,) if "router" in family.tensor_specs else ())
+    check_neutral_values(values, NEUTRAL_VALUES, supported)
+
+
+def parse_config(metadata: GGUFMetadata, **options: Any) -> ModelConfig:
+    """Build the `ModelConfig` of a model with metadata like Llama's; options: see `parse_base_fields`."""
+    return ModelConfig(**parse_base_fields(metadata, **options))
 
 
 def parse_base_fields(
@@ -204,6 +217,12 @@ def parse_attention_heads(metadata: GGUFMetadata, others: str) -> tuple[int, lis
     if 0 not in heads or len({*heads} - {0}) != 1:
         raise metadata.make_error(key, "layers of both types, and the same number of heads in all attention layers")
     return max(heads), [i for i, n in enumerate(heads) if n == 0]
+
+
+def has_selection_bias(metadata: GGUFMetadata) -> bool:
+    """Return whether a layer of a GGUF file has a bias for the choice of experts."""
+    name = EXPERT_TENSORS["router_bias"].name
+    return any(name.format(i) in metadata.tensors for i in range(metadata.common_fields["n_layers"]))
 
 
 def parse_experts(metadata: GGUFMetadata, **more: Any) -> ExpertsConfig:

@@ -5,17 +5,9 @@ RoPE pairs are adjacent in every file.
 
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
+from specdec.families import tensor_specs as specs
 from specdec.families.config_values import ConfigValues
-from specdec.families.family import (
-    GATE_UP,
-    ROTARY_TENSORS,
-    GGUFFamily,
-    GGUFMetadata,
-    HFFamily,
-    make_fused_specs,
-    make_tensor_specs,
-    replace_in_specs,
-)
+from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily
 from specdec.model_config import AttentionConfig, ModelConfig
 
 DEFAULTS = hf.DEFAULTS | {
@@ -24,22 +16,16 @@ DEFAULTS = hf.DEFAULTS | {
     "attention_bias": True, "partial_rotary_factor": 0.5,
 }  # fmt: skip
 HF_TENSORS = (
-    replace_in_specs(hf.TENSORS, ROTARY_TENSORS, is_neox_style=False)
-    | make_tensor_specs(hf.LAYER_WEIGHT, rms_att_out="post_self_attn_layernorm", rms_ffn_out="post_mlp_layernorm")
-    | make_fused_specs(GATE_UP, hf.LAYER_WEIGHT % "mlp.gate_up_proj")
+    specs.set_rope_pairs(hf.TENSORS, is_neox_style=False)
+    | specs.make(hf.LAYER_WEIGHT, rms_att_out="post_self_attn_layernorm", rms_ffn_out="post_mlp_layernorm")
+    | specs.fuse(specs.GATE_UP, hf.LAYER_WEIGHT % "mlp.gate_up_proj")
 )
-GGUF_TENSORS = gguf.INTERLEAVED_ROPE_TENSORS | gguf.POST_NORM_TENSORS | make_fused_specs(GATE_UP, gguf.LAYER_WEIGHT % "ffn_up")
+GGUF_TENSORS = gguf.INTERLEAVED_ROPE_TENSORS | gguf.POST_NORM_TENSORS | specs.fuse(specs.GATE_UP, gguf.LAYER_WEIGHT % "ffn_up")
 
 
 def parse_config(values: ConfigValues) -> ModelConfig:
     """Build the `ModelConfig` of a GLM-4 model from the keys of config.json."""
-    rope = hf.get_rope_values(values)
-    rope.require("rope_type", "default")
-    rope.require("mrope_section", None)
-    values.require("mlp_bias", False)
-    hf.reject_window(values)
-    partial_rope = hf.parse_partial_rope(rope, values, values, rope)
-    attention = AttentionConfig(partial_rope, qkv_bias=values.get_bool("attention_bias"))
+    attention = AttentionConfig(hf.parse_plain_partial_rope(values), qkv_bias=values.get_bool("attention_bias"))
     return ModelConfig(**hf.parse_base_fields(values), attention=attention, norm_placement="around")
 
 

@@ -5,17 +5,9 @@ import re
 from specdec.argument_checks import JSONDict
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
+from specdec.families import tensor_specs as specs
 from specdec.families.config_values import ConfigValues
-from specdec.families.family import (
-    QKV,
-    QKV_BIASES,
-    GGUFFamily,
-    GGUFMetadata,
-    HFFamily,
-    TensorSpec,
-    make_fused_specs,
-    make_tensor_specs,
-)
+from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily
 from specdec.model_config import ModelConfig
 
 DEFAULTS: JSONDict = {
@@ -29,25 +21,23 @@ KEY_ALIASES = {
 }  # fmt: skip
 PREFIX, IGNORED_NAMES = re.compile(r"transformer\."), re.compile(r"h\.\d+\.attn\.(masked_)?bias")  # the causal mask
 HF_TENSORS = {
-    **make_tensor_specs("%s.weight", tok_emb="wte", pos_emb="wpe", ln_final="ln_f", wcls="lm_head"),
-    "ln_final_bias": TensorSpec("ln_f.bias"),
-    **make_tensor_specs("h.{}.%s.weight", ln_att="ln_1", ln_ffn="ln_2"),
-    **make_tensor_specs("h.{}.%s.bias", ln_att_bias="ln_1", ln_ffn_bias="ln_2", bo="attn.c_proj", b1="mlp.c_fc", b2="mlp.c_proj"),
-    **make_fused_specs(QKV, "h.{}.attn.c_attn.weight", is_transposed=True),
-    **make_fused_specs(QKV_BIASES, "h.{}.attn.c_attn.bias"),
-    "wo": TensorSpec("h.{}.attn.c_proj.weight", is_transposed=True),
-    "w1": TensorSpec("h.{}.mlp.c_fc.weight", is_transposed=True),
-    "w2": TensorSpec("h.{}.mlp.c_proj.weight", is_transposed=True),
+    **specs.make("%s.weight", tok_emb="wte", pos_emb="wpe", ln_final="ln_f", wcls="lm_head"),
+    "ln_final_bias": specs.TensorSpec("ln_f.bias"),
+    **specs.make("h.{}.%s.weight", ln_att="ln_1", ln_ffn="ln_2"),
+    **specs.make("h.{}.%s.bias", ln_att_bias="ln_1", ln_ffn_bias="ln_2", bo="attn.c_proj", b1="mlp.c_fc", b2="mlp.c_proj"),
+    **specs.fuse(specs.QKV, "h.{}.attn.c_attn.weight", is_transposed=True),
+    **specs.fuse(specs.QKV_BIASES, "h.{}.attn.c_attn.bias"),
+    "wo": specs.TensorSpec("h.{}.attn.c_proj.weight", is_transposed=True),
+    "w1": specs.TensorSpec("h.{}.mlp.c_fc.weight", is_transposed=True),
+    "w2": specs.TensorSpec("h.{}.mlp.c_proj.weight", is_transposed=True),
 }
 GGUF_TENSORS = gguf.OUTER_TENSORS | {
-    **make_tensor_specs("%s.weight", pos_emb="position_embd", ln_final="output_norm"),
-    "ln_final_bias": TensorSpec("output_norm.bias"),
-    **make_tensor_specs(gguf.LAYER_WEIGHT, ln_att="attn_norm", wo="attn_output", ln_ffn="ffn_norm", w1="ffn_up", w2="ffn_down"),
-    **make_tensor_specs(
-        gguf.LAYER_BIAS, ln_att_bias="attn_norm", bo="attn_output", ln_ffn_bias="ffn_norm", b1="ffn_up", b2="ffn_down"
-    ),
-    **make_fused_specs(QKV, gguf.LAYER_WEIGHT % "attn_qkv"),
-    **make_fused_specs(QKV_BIASES, gguf.LAYER_BIAS % "attn_qkv"),
+    **specs.make("%s.weight", pos_emb="position_embd", ln_final="output_norm"),
+    "ln_final_bias": specs.TensorSpec("output_norm.bias"),
+    **specs.make(gguf.LAYER_WEIGHT, ln_att="attn_norm", wo="attn_output", ln_ffn="ffn_norm", w1="ffn_up", w2="ffn_down"),
+    **specs.make(gguf.LAYER_BIAS, ln_att_bias="attn_norm", bo="attn_output", ln_ffn_bias="ffn_norm", b1="ffn_up", b2="ffn_down"),
+    **specs.fuse(specs.QKV, gguf.LAYER_WEIGHT % "attn_qkv"),
+    **specs.fuse(specs.QKV_BIASES, gguf.LAYER_BIAS % "attn_qkv"),
 }
 
 

@@ -8,17 +8,9 @@ from dataclasses import replace
 from specdec.argument_checks import MIN_SCALE
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
+from specdec.families import tensor_specs as specs
 from specdec.families.config_values import ConfigValues
-from specdec.families.family import (
-    EVEN_COLUMNS,
-    EXPERT_WEIGHTS,
-    ODD_COLUMNS,
-    GGUFFamily,
-    GGUFMetadata,
-    HFFamily,
-    TensorSpec,
-    make_tensor_specs,
-)
+from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily
 from specdec.model_config import AttentionConfig, ModelConfig, YarnRopeScaling
 
 DEFAULT_ROPE = {
@@ -34,24 +26,22 @@ DEFAULTS = hf.DEFAULTS | {
 GGUF_SWIGLU_LIMIT, GGUF_SWIGLU_ALPHA = 7.0, 1.702  # GGUF files do not give them
 EXPERTS_PREFIX = "layers.{}.mlp.experts."
 HF_TENSORS = hf.TENSORS | {
-    "sinks": TensorSpec("layers.{}.self_attn.sinks"),
-    "router": TensorSpec("layers.{}.mlp.router.weight"),
-    "router_b": TensorSpec("layers.{}.mlp.router.bias"),
-    "experts_w1": TensorSpec(EXPERTS_PREFIX + "gate_up_proj", is_transposed=True, is_per_expert=True, row_stride=(0, 2)),
-    "experts_w2": TensorSpec(EXPERTS_PREFIX + "down_proj", is_transposed=True, is_per_expert=True),
-    "experts_w3": TensorSpec(EXPERTS_PREFIX + "gate_up_proj", is_transposed=True, is_per_expert=True, row_stride=(1, 2)),
-    "experts_b1": TensorSpec(EXPERTS_PREFIX + "gate_up_proj_bias", transform=EVEN_COLUMNS),
-    "experts_b2": TensorSpec(EXPERTS_PREFIX + "down_proj_bias"),
-    "experts_b3": TensorSpec(EXPERTS_PREFIX + "gate_up_proj_bias", transform=ODD_COLUMNS),
+    **specs.make("layers.{}.%s", sinks="self_attn.sinks", router="mlp.router.weight", router_b="mlp.router.bias"),
+    "experts_w1": specs.TensorSpec(EXPERTS_PREFIX + "gate_up_proj", is_transposed=True, is_per_expert=True, row_stride=(0, 2)),
+    "experts_w2": specs.TensorSpec(EXPERTS_PREFIX + "down_proj", is_transposed=True, is_per_expert=True),
+    "experts_w3": specs.TensorSpec(EXPERTS_PREFIX + "gate_up_proj", is_transposed=True, is_per_expert=True, row_stride=(1, 2)),
+    "experts_b1": specs.TensorSpec(EXPERTS_PREFIX + "gate_up_proj_bias", transform=specs.EVEN_COLUMNS),
+    "experts_b2": specs.TensorSpec(EXPERTS_PREFIX + "down_proj_bias"),
+    "experts_b3": specs.TensorSpec(EXPERTS_PREFIX + "gate_up_proj_bias", transform=specs.ODD_COLUMNS),
 }
 MXFP4_TENSORS = {  # as published; transformers saves another layout
     name: spec._replace(name=f"{spec.name}_blocks", is_transposed=False, scales_name=f"{spec.name}_scales")
     for name, spec in HF_TENSORS.items()
-    if name in EXPERT_WEIGHTS
+    if name in specs.EXPERT_WEIGHTS
 }
 GGUF_TENSORS = gguf.TENSORS | gguf.EXPERT_TENSORS | {
-    **make_tensor_specs(gguf.LAYER_WEIGHT, rms_ffn="post_attention_norm", sinks="attn_sinks"),
-    **make_tensor_specs(
+    **specs.make(gguf.LAYER_WEIGHT, rms_ffn="post_attention_norm", sinks="attn_sinks"),
+    **specs.make(
         gguf.LAYER_BIAS, router_b="ffn_gate_inp", experts_b1="ffn_gate_exps", experts_b2="ffn_down_exps", experts_b3="ffn_up_exps"
     ),
 }  # fmt: skip
@@ -70,10 +60,8 @@ def parse_config(values: ConfigValues) -> ModelConfig:
         swiglu_alpha=values.get_float("swiglu_alpha", 0, 1 / MIN_SCALE),
     )  # fmt: skip
     window = values.get_int("sliding_window") if len(full) < n_layers else 0
-    values.require("mlp_bias", False)
-    attention = hf.parse_attention(
-        values, hf.parse_rope(values, hf.get_rope_values(values, DEFAULT_ROPE)), sinks=True, window=window
-    )
+    rope = hf.parse_rope(values, hf.get_rope_values(values, DEFAULT_ROPE))
+    attention = hf.parse_attention(values, rope, sinks=True, window=window)
     layers = hf.make_full_attention_layers(attention, full, n_layers)
     return ModelConfig(**hf.parse_base_fields(values), attention=attention, layers=layers, experts=experts)
 
@@ -83,33 +71,19 @@ def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
 
     YaRN's ramp is not truncated, as in folders; llama.cpp rounds it to whole pairs.
     """
-    sizes, n_layers = (
-        gguf.parse_base_fields(metadata, sinks=True, window=metadata.get_int(gguf.SLIDING_WINDOW_KEY)),
-        metadata.common_fields["n_layers"],
-    )
+    n_layers = metadata.common_fields["n_layers"]
+    sizes = gguf.parse_base_fields(metadata, sinks=True, window=metadata.get_int(gguf.SLIDING_WINDOW_KEY))
     attention: AttentionConfig = sizes["attention"]
     if isinstance(yarn := attention.rope.scaling, YarnRopeScaling):
         attention = replace(attention, rope=replace(attention.rope, scaling=replace(yarn, truncate=False)))
-    sizes |= {
-        "experts": gguf.parse_experts(metadata, swiglu_limit=GGUF_SWIGLU_LIMIT, swiglu_alpha=GGUF_SWIGLU_ALPHA),
-        "attention": attention,
-    }
-    return ModelConfig(**sizes, layers=hf.make_full_attention_layers(attention, range(1, n_layers, 2), n_layers))
+    experts = gguf.parse_experts(metadata, swiglu_limit=GGUF_SWIGLU_LIMIT, swiglu_alpha=GGUF_SWIGLU_ALPHA)
+    layers = hf.make_full_attention_layers(attention, range(1, n_layers, 2), n_layers)
+    return ModelConfig(**sizes | {"experts": experts, "attention": attention}, layers=layers)
 
 
 FAMILY = (
-    HFFamily(
-        "gpt_oss",
-        DEFAULTS,
-        parse_config,
-        HF_TENSORS,
-        (MXFP4_TENSORS,),
-        supported_keys=("num_local_experts", "quantization_config"),
-    ),
+    HFFamily("gpt_oss", DEFAULTS, parse_config, HF_TENSORS, (MXFP4_TENSORS,), supported_keys=("quantization_config",)),
     GGUFFamily(
-        "gpt-oss",
-        parse_gguf_config,
-        GGUF_TENSORS,
-        supported_keys=(gguf.EXPERT_COUNT_KEY, gguf.SLIDING_WINDOW_KEY, gguf.GATING_FUNC_KEY),
+        "gpt-oss", parse_gguf_config, GGUF_TENSORS, supported_keys=(gguf.SLIDING_WINDOW_KEY, gguf.GATING_FUNC_KEY)
     ),
-)
+)  # fmt: skip

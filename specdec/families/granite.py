@@ -6,17 +6,9 @@ from typing import Any
 from specdec.argument_checks import MIN_SCALE, JSONDict
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
+from specdec.families import tensor_specs as specs
 from specdec.families.config_values import ConfigValues
-from specdec.families.family import (
-    EXPERTS_GATE_UP,
-    GATE_UP,
-    SHARED_GATE_UP,
-    GGUFFamily,
-    GGUFMetadata,
-    HFFamily,
-    TensorSpec,
-    make_fused_specs,
-)
+from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily
 from specdec.families.recurrent_common import GGUF_MAMBA_TENSORS, make_mamba_specs, parse_gguf_mamba, parse_hf_mamba
 from specdec.mixer_config import Mamba2Config
 from specdec.model_config import LayerConfig, ModelConfig, make_layer_configs
@@ -26,7 +18,8 @@ SCALE_KEYS = {
 }  # fmt: skip
 SCORE_SCALE_KEY, GGUF_SCORE_SCALE_KEY = "attention_multiplier", "attention.scale"
 GGUF_SCALE_KEYS = {"embedding_scale": "embedding_scale", "residual_scale": "residual_scale", "logit_divisor": "logit_scale"}
-SUPPORTED_KEYS, GGUF_SUPPORTED_KEYS = (*SCALE_KEYS.values(), SCORE_SCALE_KEY), (*GGUF_SCALE_KEYS.values(), GGUF_SCORE_SCALE_KEY)
+SUPPORTED_KEYS = (*SCALE_KEYS.values(), SCORE_SCALE_KEY)
+GGUF_SUPPORTED_KEYS = (*GGUF_SCALE_KEYS.values(), GGUF_SCORE_SCALE_KEY)
 DEFAULTS = hf.DEFAULTS | dict.fromkeys(SUPPORTED_KEYS, 1.0)
 HYBRID_DEFAULTS = DEFAULTS | {
     "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024, "position_embedding_type": None,
@@ -37,13 +30,13 @@ MOE_DEFAULTS = DEFAULTS | {"num_local_experts": 8, "num_experts_per_tok": 2, "sh
 ATTENTION_TYPES, MAMBA_TYPES = (hf.FULL_ATTENTION, "attention"), (hf.LINEAR_ATTENTION, "mamba")  # in transformers 5 and 4
 SHARED_IN, SHARED_OUT = (hf.LAYER_WEIGHT % f"shared_mlp.{name}_linear" for name in ("input", "output"))
 # The MLP of a dense hybrid is the shared expert.
-SHARED_MLP_TENSORS = make_fused_specs(GATE_UP, SHARED_IN) | {"w2": TensorSpec(SHARED_OUT)}
+SHARED_MLP_TENSORS = specs.fuse(specs.GATE_UP, SHARED_IN) | {"w2": specs.TensorSpec(SHARED_OUT)}
 EXPERT_TENSORS = {
-    "router": TensorSpec("layers.{}.block_sparse_moe.router.layer.weight"),
-    **make_fused_specs(EXPERTS_GATE_UP, "layers.{}.block_sparse_moe.input_linear.weight", is_per_expert=True),
-    "experts_w2": TensorSpec("layers.{}.block_sparse_moe.output_linear.weight", is_per_expert=True),
-    **make_fused_specs(SHARED_GATE_UP, SHARED_IN),
-    "shared_w2": TensorSpec(SHARED_OUT),
+    "router": specs.TensorSpec("layers.{}.block_sparse_moe.router.layer.weight"),
+    **specs.fuse(specs.EXPERTS_GATE_UP, "layers.{}.block_sparse_moe.input_linear.weight", is_per_expert=True),
+    "experts_w2": specs.TensorSpec("layers.{}.block_sparse_moe.output_linear.weight", is_per_expert=True),
+    **specs.fuse(specs.SHARED_GATE_UP, SHARED_IN),
+    "shared_w2": specs.TensorSpec(SHARED_OUT),
 }
 
 
@@ -63,8 +56,6 @@ def parse_scaled_fields(values: ConfigValues, **more: Any) -> JSONDict:
 
 def parse_config(values: ConfigValues) -> ModelConfig:
     """Build the `ModelConfig` of a dense Granite model from the keys of config.json."""
-    hf.reject_window(values)
-    hf.check_layer_types(hf.FULL_ATTENTION, values)
     return ModelConfig(**parse_scaled_fields(values), mlp_bias=values.get_bool("mlp_bias"))
 
 
@@ -72,8 +63,6 @@ def parse_moe_config(values: ConfigValues) -> ModelConfig:
     """Build the `ModelConfig` of a Granite model with experts, and with a shared expert unless the shared width is 0."""
     shared = values.get_int("shared_intermediate_size") if values["shared_intermediate_size"] != 0 else 0
     experts = hf.parse_experts(values, "intermediate_size", "num_local_experts", shared_hidden_dim=shared)
-    hf.reject_window(values)
-    values.require("mlp_bias", False)
     return ModelConfig(**parse_scaled_fields(values), experts=experts)
 
 
@@ -91,7 +80,6 @@ def parse_hybrid_config(values: ConfigValues) -> ModelConfig:
     mamba_layers = [i for i, layer_type in enumerate(types) if layer_type in MAMBA_TYPES]
     values.require("position_embedding_type", "rope", "nope", None)
     hf.reject_window(values)
-    values.require("mlp_bias", False)
     fields = parse_scaled_fields(values, has_rope=values["position_embedding_type"] == "rope")
     shared = values.get_int("shared_intermediate_size")
     if values["num_local_experts"] == 0:
@@ -125,34 +113,26 @@ def parse_gguf_config(metadata: GGUFMetadata, n_kv_heads: int | None = None) -> 
 def parse_hybrid_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
     """Build the `ModelConfig` of a hybrid Granite model from a GGUF file's metadata; Mamba-2 layers have no KV heads."""
     heads, mamba_layers = gguf.parse_attention_heads(metadata, "Mamba-2 layers")
-    layers = make_layer_configs(
-        LayerConfig(mixer=parse_gguf_mamba(metadata, mamba_layers[0])), mamba_layers, metadata.common_fields["n_layers"]
-    )
+    mamba = LayerConfig(mixer=parse_gguf_mamba(metadata, mamba_layers[0]))
+    layers = make_layer_configs(mamba, mamba_layers, metadata.common_fields["n_layers"])
     return replace(parse_gguf_config(metadata, heads), layers=layers)
 
 
-HF_MOE_TENSORS, MOE_SUPPORTED_KEYS = hf.TENSORS | EXPERT_TENSORS, (*SUPPORTED_KEYS, "num_local_experts")
-GGUF_MOE_TENSORS = gguf.INTERLEAVED_ROPE_TENSORS | gguf.EXPERT_TENSORS
-GGUF_MOE_SUPPORTED_KEYS = (*GGUF_SUPPORTED_KEYS, gguf.EXPERT_COUNT_KEY)
+HF_MOE_TENSORS, GGUF_MOE_TENSORS = hf.TENSORS | EXPERT_TENSORS, gguf.INTERLEAVED_ROPE_TENSORS | gguf.EXPERT_TENSORS
 FAMILY = (
-    HFFamily("granite", DEFAULTS, parse_config, hf.TENSORS, supported_keys=SUPPORTED_KEYS),
-    HFFamily("granitemoe", MOE_DEFAULTS, parse_moe_config, HF_MOE_TENSORS, supported_keys=MOE_SUPPORTED_KEYS),
-    HFFamily("granitemoeshared", MOE_DEFAULTS, parse_moe_config, HF_MOE_TENSORS, supported_keys=MOE_SUPPORTED_KEYS),
+    HFFamily("granite", DEFAULTS, parse_config, hf.TENSORS, supported_keys=(*SUPPORTED_KEYS, "mlp_bias")),
+    *(
+        HFFamily(name, MOE_DEFAULTS, parse_moe_config, HF_MOE_TENSORS, supported_keys=SUPPORTED_KEYS)
+        for name in ("granitemoe", "granitemoeshared")
+    ),
     HFFamily(
-        "granitemoehybrid",
-        HYBRID_DEFAULTS,
-        parse_hybrid_config,
-        HF_MOE_TENSORS | make_mamba_specs("layers.{}.mamba.%s"),
-        alternatives=(SHARED_MLP_TENSORS,),
-        supported_keys=MOE_SUPPORTED_KEYS,
+        "granitemoehybrid", HYBRID_DEFAULTS, parse_hybrid_config, HF_MOE_TENSORS | make_mamba_specs("layers.{}.mamba.%s"),
+        (SHARED_MLP_TENSORS,), supported_keys=SUPPORTED_KEYS,
     ),
     GGUFFamily("granite", parse_gguf_config, gguf.INTERLEAVED_ROPE_TENSORS, supported_keys=GGUF_SUPPORTED_KEYS),
-    GGUFFamily("granitemoe", parse_gguf_config, GGUF_MOE_TENSORS, supported_keys=GGUF_MOE_SUPPORTED_KEYS),
+    GGUFFamily("granitemoe", parse_gguf_config, GGUF_MOE_TENSORS, supported_keys=GGUF_SUPPORTED_KEYS),
     GGUFFamily(
-        "granitehybrid",
-        parse_hybrid_gguf_config,
-        GGUF_MOE_TENSORS | GGUF_MAMBA_TENSORS,
-        supported_keys=GGUF_MOE_SUPPORTED_KEYS,
+        "granitehybrid", parse_hybrid_gguf_config, GGUF_MOE_TENSORS | GGUF_MAMBA_TENSORS, supported_keys=GGUF_SUPPORTED_KEYS,
         per_layer_keys=(gguf.KV_HEADS_KEY,),
     ),
-)
+)  # fmt: skip

@@ -10,17 +10,9 @@ from typing import Any
 import numpy as np
 
 from specdec.argument_checks import MIN_SCALE, JSONDict, JSONObject
-from specdec.families.config_values import MAX_DIM, ConfigValues
-from specdec.families.family import (
-    EXPERT_WEIGHTS,
-    GATE_UP,
-    QKV,
-    ROTARY_TENSORS,
-    make_fused_expert_specs,
-    make_fused_specs,
-    make_tensor_specs,
-    replace_in_specs,
-)
+from specdec.families import tensor_specs as specs
+from specdec.families.config_values import MAX_DIM, ConfigValues, check_neutral_values
+from specdec.families.family import HFFamily
 from specdec.layers.rope import get_yarn_attention_factor
 from specdec.model_config import (
     AttentionConfig,
@@ -45,6 +37,7 @@ DEFAULTS: JSONDict = {
     "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "bos_token_id": 1, "eos_token_id": 2,
     "sliding_window": None, "rope_theta": 10000.0,
 }  # fmt: skip
+EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")  # supported by families with experts
 # Keys that change the arithmetic in some family, and their values that change nothing.
 NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     key: neutral
@@ -53,47 +46,43 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
         ((None,), "quantization attention_multiplier attention_chunk_size"),
         ((None, 1), "partial_rotary_factor rotary_pct embedding_multiplier residual_multiplier logits_scaling logit_scale"),
         ((None, False), "rope_interleaved use_mrope use_qk_norm qk_layernorm alibi add_cross_attention is_encoder_decoder"),
+        ((None, False), "mlp_bias"),
         ((None, True), "is_causal"),
-        ((None, 0), "n_routed_experts"),
-        ((None, 0, 1), "num_experts num_local_experts"),
+        ((None, 0, 1), " ".join(EXPERT_COUNT_KEYS)),
         ((None, []), "no_rope_layers"),
         ((None, {}), "pruned_heads per_layer_config"),
     )
     for key in keys.split()
 }
 LAYER_WEIGHT, LAYER_BIAS = "layers.{}.%s.weight", "layers.{}.%s.bias"
-TENSORS = replace_in_specs(
-    make_tensor_specs("%s.weight", tok_emb="embed_tokens", rms_final="norm", wcls="lm_head")
-    | make_tensor_specs(
+TENSORS = specs.set_rope_pairs(
+    specs.make("%s.weight", tok_emb="embed_tokens", rms_final="norm", wcls="lm_head")
+    | specs.make(
         LAYER_WEIGHT, rms_att="input_layernorm", wq="self_attn.q_proj", wk="self_attn.k_proj", wv="self_attn.v_proj",
         wo="self_attn.o_proj", q_norm="self_attn.q_norm", k_norm="self_attn.k_norm", rms_ffn="post_attention_layernorm",
         w1="mlp.gate_proj", w2="mlp.down_proj", w3="mlp.up_proj",
     )
-    | make_tensor_specs(
+    | specs.make(
         LAYER_BIAS, rms_att_bias="input_layernorm", bq="self_attn.q_proj", bk="self_attn.k_proj", bv="self_attn.v_proj",
         bo="self_attn.o_proj", rms_ffn_bias="post_attention_layernorm", b1="mlp.gate_proj", b2="mlp.down_proj",
         b3="mlp.up_proj",
-    ) | make_tensor_specs("%s.bias", rms_final_bias="norm", wcls_bias="lm_head"),
-    ROTARY_TENSORS, is_neox_style=True,
+    ) | specs.make("%s.bias", rms_final_bias="norm", wcls_bias="lm_head")
 )  # fmt: skip
-POST_NORM_TENSORS = make_tensor_specs(
-    LAYER_WEIGHT, rms_att_out="post_attention_layernorm", rms_ffn_out="post_feedforward_layernorm"
+POST_NORM_TENSORS = specs.make(LAYER_WEIGHT, rms_att_out="post_attention_layernorm", rms_ffn_out="post_feedforward_layernorm")
+PRE_POST_NORM_TENSORS = POST_NORM_TENSORS | specs.make(LAYER_WEIGHT, rms_ffn="pre_feedforward_layernorm")
+FUSED_TENSORS = specs.set_rope_pairs(  # some tensors stored in one
+    specs.fuse(specs.QKV, LAYER_WEIGHT % "self_attn.qkv_proj") | specs.fuse(specs.GATE_UP, LAYER_WEIGHT % "mlp.gate_up_proj")
 )
-PRE_POST_NORM_TENSORS = POST_NORM_TENSORS | make_tensor_specs(LAYER_WEIGHT, rms_ffn="pre_feedforward_layernorm")
-FUSED_TENSORS = replace_in_specs(  # some tensors stored in one
-    make_fused_specs(QKV, LAYER_WEIGHT % "self_attn.qkv_proj") | make_fused_specs(GATE_UP, LAYER_WEIGHT % "mlp.gate_up_proj"),
-    ROTARY_TENSORS,
-    is_neox_style=True,
+EXPERT_TENSORS = specs.make(LAYER_WEIGHT, router="mlp.gate") | specs.make_per_expert(
+    "layers.{}.mlp.experts.{}.%s.weight", experts_w1="gate_proj", experts_w2="down_proj", experts_w3="up_proj"
 )
-EXPERT_TENSORS = make_tensor_specs(LAYER_WEIGHT, router="mlp.gate") | replace_in_specs(
-    make_tensor_specs("layers.{}.mlp.experts.{}.%s.weight", experts_w1="gate_proj", experts_w2="down_proj", experts_w3="up_proj"),
-    EXPERT_WEIGHTS, is_per_expert=True,
-)  # fmt: skip
-SHARED_EXPERT_TENSORS = make_tensor_specs(  # the expert that processes all tokens
-    LAYER_WEIGHT, shared_w1="mlp.shared_expert.gate_proj", shared_w2="mlp.shared_expert.down_proj",
-    shared_w3="mlp.shared_expert.up_proj", shared_gate="mlp.shared_expert_gate",
-)  # fmt: skip
-FUSED_EXPERT_TENSORS = make_fused_expert_specs("layers.{}.mlp.experts.%s")
+# The experts that process all tokens: one with a gate, or several that are stored as one
+SHARED_NAMES = {"shared_w1": "gate_proj", "shared_w2": "down_proj", "shared_w3": "up_proj"}
+SHARED_EXPERT_TENSORS = specs.make("layers.{}.mlp.shared_expert.%s.weight", **SHARED_NAMES) | specs.make(
+    LAYER_WEIGHT, shared_gate="mlp.shared_expert_gate"
+)
+SHARED_EXPERTS_TENSORS = specs.make("layers.{}.mlp.shared_experts.%s.weight", **SHARED_NAMES)
+FUSED_EXPERT_TENSORS = specs.fuse_experts("layers.{}.mlp.experts.%s")
 
 
 def parse_base_fields(
@@ -147,6 +136,18 @@ def reject_biases(values: ConfigValues) -> None:
     values.require("mlp_bias", False)
 
 
+def check_unsupported_keys(values: ConfigValues, family: HFFamily) -> None:
+    """Raise CheckpointError if a config.json has a setting that changes the arithmetic and that its family does not support.
+
+    In a family whose defaults have no layer_types, all layers have full attention.
+    """
+    supported = family.supported_keys + (EXPERT_COUNT_KEYS if "router" in family.tensor_specs else ())
+    check_neutral_values(values, NEUTRAL_VALUES, supported)
+    if "layer_types" not in family.defaults:
+        reject_window(values)
+        check_layer_types(FULL_ATTENTION, values)
+
+
 # Sliding windows
 
 
@@ -169,8 +170,10 @@ def reject_window(values: ConfigValues) -> None:
 
 def check_layer_types(layer_type: str, values: ConfigValues) -> None:
     """Raise CheckpointError if the list of layer types in a config.json contains any type but the given one."""
+    if values["layer_types"] is None:
+        return
     n_layers = values.get_int("num_hidden_layers", max_value=MAX_LAYERS)
-    if values["layer_types"] is not None and values["layer_types"] != [layer_type] * n_layers:
+    if values["layer_types"] != [layer_type] * n_layers:
         raise values.make_error("layer_types", f"{layer_type} in all {n_layers} layers")
 
 
@@ -256,6 +259,18 @@ def parse_partial_rope(rope: ConfigValues, values: ConfigValues, *sources: Confi
     if rotary_dim < 2 or rotary_dim % 2:
         raise chosen.make_error(partial, f"a share that gives an even number of a head's {head_dim} rows, 2 or more")
     return RopeConfig(rope.get_float("rope_theta", 1, MAX_THETA), 0 if rotary_dim == head_dim else rotary_dim)
+
+
+def parse_plain_partial_rope(values: ConfigValues, has_sections: bool = False) -> RopeConfig:
+    """Return the RoPE config, without scaling, of a model in which RoPE may rotate only a part of each attention head.
+
+    has_sections: See `parse_rope`.
+    """
+    rope = get_rope_values(values)
+    rope.require("rope_type", "default")
+    if not has_sections:
+        rope.require("mrope_section", None)
+    return parse_partial_rope(rope, values, values, rope)
 
 
 def get_rope_values_by_layer_type(values: ConfigValues, local_theta: str = "rope_theta") -> list[ConfigValues]:

@@ -6,25 +6,22 @@ import numpy as np
 
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
+from specdec.families import tensor_specs as specs
 from specdec.families.config_values import ConfigValues
-from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily, make_tensor_specs, replace_in_specs
+from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily
 from specdec.layers.rope import DECIMAL_CONTEXT
 from specdec.model_config import ModelConfig, RopeConfig
 
 DEFAULTS = hf.DEFAULTS | {"vocab_size": 290943, "rms_norm_eps": 1e-5}
 QK_NORM, MAX_ALPHA = "rotated", 1e6
-HF_TENSORS = hf.TENSORS | replace_in_specs(
-    make_tensor_specs(hf.LAYER_WEIGHT, q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm"),
-    ("q_norm", "k_norm"),
-    is_neox_style=True,
+HF_TENSORS = hf.TENSORS | specs.set_rope_pairs(
+    specs.make(hf.LAYER_WEIGHT, q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm")
 )
 
 
 def parse_config(values: ConfigValues) -> ModelConfig:
     """Build the `ModelConfig` of a dense Hunyuan model from the keys of config.json."""
-    hf.reject_window(values)
     values.require("use_qk_norm", None, True)
-    values.require("mlp_bias", False)
     attention = hf.parse_attention(values, _parse_rope(values), qk_norm=QK_NORM)
     return ModelConfig(**hf.parse_base_fields(values), attention=attention)
 
@@ -46,7 +43,7 @@ def _parse_rope(values: ConfigValues) -> RopeConfig:
 
 def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
     """Build the `ModelConfig` of a dense Hunyuan model from a GGUF file's metadata."""
-    return ModelConfig(**gguf.parse_base_fields(metadata, qk_norm=QK_NORM))
+    return gguf.parse_config(metadata, qk_norm=QK_NORM)
 
 
 FAMILY = (

@@ -12,8 +12,9 @@ from specdec.argument_checks import MIN_SCALE
 from specdec.families import deepseek
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
+from specdec.families import tensor_specs as specs
 from specdec.families.config_values import MAX_DIM, ConfigValues
-from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily, TensorSpec
+from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily
 from specdec.families.hf_common import FULL_ATTENTION, MAX_THETA, SLIDING_ATTENTION
 from specdec.model_config import AttentionConfig, LayerConfig, ModelConfig, RopeConfig
 
@@ -38,15 +39,15 @@ HF_TENSORS = (
     hf.TENSORS
     | hf.EXPERT_TENSORS
     | hf.SHARED_EXPERT_TENSORS
-    | {"router_bias": TensorSpec("layers.{}.mlp.experts.e_score_correction_bias")}
-    | dict.fromkeys(GATE_NAMES, TensorSpec(hf.LAYER_WEIGHT % "self_attn.g_proj"))
+    | {"router_bias": specs.TensorSpec("layers.{}.mlp.experts.e_score_correction_bias")}
+    | dict.fromkeys(GATE_NAMES, specs.TensorSpec(hf.LAYER_WEIGHT % "self_attn.g_proj"))
 )
 HF_ALTERNATIVES = (  # as transformers names them in memory
     hf.FUSED_EXPERT_TENSORS,
     {"router_bias": deepseek.HF_TENSORS["router_bias"]},
-    {name: deepseek.HF_TENSORS[name] for name in ("shared_w1", "shared_w2", "shared_w3")},
+    hf.SHARED_EXPERTS_TENSORS,
 )
-GGUF_TENSORS = gguf.TENSORS | gguf.EXPERT_TENSORS | dict.fromkeys(GATE_NAMES, TensorSpec(gguf.LAYER_WEIGHT % "attn_gate"))
+GGUF_TENSORS = gguf.TENSORS | gguf.EXPERT_TENSORS | dict.fromkeys(GATE_NAMES, specs.TensorSpec(gguf.LAYER_WEIGHT % "attn_gate"))
 
 
 def parse_config(values: ConfigValues) -> ModelConfig:
@@ -123,10 +124,10 @@ def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
 
 
 FAMILY = (
-    HFFamily("laguna", DEFAULTS, parse_config, HF_TENSORS, HF_ALTERNATIVES, supported_keys=("num_experts",)),
+    HFFamily("laguna", DEFAULTS, parse_config, HF_TENSORS, HF_ALTERNATIVES),
     GGUFFamily(
         "laguna", parse_gguf_config, GGUF_TENSORS, (gguf.FUSED_EXPERT_TENSORS,),
-        supported_keys=(gguf.EXPERT_COUNT_KEY, gguf.GATING_FUNC_KEY, gguf.SLIDING_WINDOW_KEY, ROTARY_DIM_KEY),
+        supported_keys=(gguf.GATING_FUNC_KEY, gguf.SLIDING_WINDOW_KEY, ROTARY_DIM_KEY),
         per_layer_keys=(gguf.HEADS_KEY,),
     ),
 )  # fmt: skip

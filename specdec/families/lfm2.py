@@ -5,28 +5,15 @@ from dataclasses import replace
 from specdec.argument_checks import MIN_SCALE
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
+from specdec.families import tensor_specs as specs
 from specdec.families.config_values import MAX_SIZE, ConfigValues
-from specdec.families.family import (
-    CONV_IN,
-    CONV_IN_BIASES,
-    CONV_TAPS,
-    ROTARY_TENSORS,
-    TRANSPOSED_CONV_TAPS,
-    GGUFFamily,
-    GGUFMetadata,
-    HFFamily,
-    TensorSpec,
-    make_fused_expert_specs,
-    make_fused_specs,
-    make_tensor_specs,
-    replace_in_specs,
-)
+from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily
 from specdec.mixer_config import ShortConvConfig
 from specdec.model_config import LayerConfig, ModelConfig, make_layer_configs
 
 DEFAULTS = hf.DEFAULTS | {
     "vocab_size": 65536, "hidden_size": 2560, "intermediate_size": 12288, "num_key_value_heads": 8,
-    "max_position_embeddings": 128000, "norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 1e6, "conv_bias": False,
+    "max_position_embeddings": 128000, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 1e6, "conv_bias": False,
     "conv_L_cache": 3, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True,
     "full_attn_idxs": None, "layer_types": None,
 }  # fmt: skip
@@ -35,32 +22,29 @@ MOE_DEFAULTS = DEFAULTS | {
     "num_experts_per_tok": 4, "num_experts": 32, "use_expert_bias": True, "routed_scaling_factor": 1.0, "norm_topk_prob": True,
     "block_auto_adjust_ff_dim": False,
 }  # fmt: skip
-KEY_ALIASES = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}
+KEY_ALIASES = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings", "norm_eps": "rms_norm_eps"}
 LAYER_TYPES = ("conv", hf.FULL_ATTENTION)
-HF_TENSORS = replace_in_specs(
-    make_tensor_specs("%s.weight", tok_emb="embed_tokens", rms_final="embedding_norm", wcls="lm_head")
-    | make_tensor_specs(
+HF_TENSORS = specs.set_rope_pairs(
+    specs.make("%s.weight", tok_emb="embed_tokens", rms_final="embedding_norm", wcls="lm_head")
+    | specs.make(
         hf.LAYER_WEIGHT, rms_att="operator_norm", wq="self_attn.q_proj", wk="self_attn.k_proj", wv="self_attn.v_proj",
         wo="self_attn.out_proj", q_norm="self_attn.q_layernorm", k_norm="self_attn.k_layernorm",
         conv_out="conv.out_proj", rms_ffn="ffn_norm", w1="feed_forward.w1", w2="feed_forward.w2", w3="feed_forward.w3",
     )
-    | make_tensor_specs(hf.LAYER_BIAS, conv_bias="conv.conv", conv_out_bias="conv.out_proj")
-    | make_fused_specs(CONV_IN, hf.LAYER_WEIGHT % "conv.in_proj")
-    | make_fused_specs(CONV_IN_BIASES, hf.LAYER_BIAS % "conv.in_proj")
-    | {"conv": TensorSpec("layers.{}.conv.conv.weight", transform=CONV_TAPS)},
-    ROTARY_TENSORS, is_neox_style=True,
+    | specs.make(hf.LAYER_BIAS, conv_bias="conv.conv", conv_out_bias="conv.out_proj")
+    | specs.fuse(specs.CONV_IN, hf.LAYER_WEIGHT % "conv.in_proj")
+    | specs.fuse(specs.CONV_IN_BIASES, hf.LAYER_BIAS % "conv.in_proj")
+    | {"conv": specs.TensorSpec("layers.{}.conv.conv.weight", transform=specs.CONV_TAPS)}
 )  # fmt: skip
-EXPERT_TENSORS = {
-    "router": TensorSpec("layers.{}.feed_forward.gate.weight"),
-    "router_bias": TensorSpec("layers.{}.feed_forward.expert_bias"),
-    **{f"experts_w{n}": TensorSpec(f"layers.{{}}.feed_forward.experts.{{}}.w{n}.weight", is_per_expert=True) for n in (1, 2, 3)},
-}
-FUSED_EXPERT_TENSORS = make_fused_expert_specs("layers.{}.feed_forward.experts.%s")
+EXPERT_TENSORS = specs.make("layers.{}.feed_forward.%s", router="gate.weight", router_bias="expert_bias") | specs.make_per_expert(
+    "layers.{}.feed_forward.experts.{}.%s.weight", experts_w1="w1", experts_w2="w2", experts_w3="w3"
+)
+FUSED_EXPERT_TENSORS = specs.fuse_experts("layers.{}.feed_forward.experts.%s")
 GGUF_TENSORS = gguf.TENSORS | {
-    **make_fused_specs(CONV_IN, gguf.LAYER_WEIGHT % "shortconv.in_proj"),
-    "conv": TensorSpec("blk.{}.shortconv.conv.weight", transform=TRANSPOSED_CONV_TAPS),
-    "conv_out": TensorSpec("blk.{}.shortconv.out_proj.weight"),
-    "rms_final": TensorSpec("token_embd_norm.weight"),
+    **specs.fuse(specs.CONV_IN, gguf.LAYER_WEIGHT % "shortconv.in_proj"),
+    **specs.make(gguf.LAYER_WEIGHT, conv_out="shortconv.out_proj"),
+    **specs.make("%s.weight", rms_final="token_embd_norm"),
+    "conv": specs.TensorSpec("blk.{}.shortconv.conv.weight", transform=specs.TRANSPOSED_CONV_TAPS),
 }
 
 
@@ -68,10 +52,7 @@ def parse_config(values: ConfigValues) -> ModelConfig:
     """Build the `ModelConfig` of a dense LFM2 model from the keys of config.json."""
     hf.reject_window(values)
     hf.reject_biases(values)
-    sizes = hf.parse_base_fields(values) | {
-        "hidden_dim": compute_hidden_dim(values),
-        "norm_eps": values.get_float("norm_eps", 0, 1),
-    }
+    sizes = hf.parse_base_fields(values) | {"hidden_dim": compute_hidden_dim(values)}
     conv = LayerConfig(mixer=ShortConvConfig(values.get_int("conv_L_cache"), values.get_bool("conv_bias")))
     layers = make_layer_configs(conv, get_conv_layers(values, sizes["n_layers"]), sizes["n_layers"])
     return ModelConfig(**sizes, attention=hf.parse_attention(values, qk_norm=True), layers=layers)
@@ -83,14 +64,10 @@ def parse_moe_config(values: ConfigValues) -> ModelConfig:
     if type(dense) is not int or not 0 <= dense <= values.get_int("num_hidden_layers", max_value=hf.MAX_LAYERS):
         raise values.make_error("num_dense_layers", "a number of layers")
     experts = hf.parse_experts(
-        values,
-        "moe_intermediate_size",
-        norm_topk_prob=values.get_bool("norm_topk_prob"),
-        dense_layers=(*range(dense),),
-        is_sigmoid=True,
-        has_selection_bias=values.get_bool("use_expert_bias"),
+        values, "moe_intermediate_size", norm_topk_prob=values.get_bool("norm_topk_prob"), dense_layers=(*range(dense),),
+        is_sigmoid=True, has_selection_bias=values.get_bool("use_expert_bias"),
         routed_scaling_factor=values.get_float("routed_scaling_factor", MIN_SCALE, 1 / MIN_SCALE),
-    )
+    )  # fmt: skip
     return replace(parse_config(values), experts=experts)
 
 
@@ -137,35 +114,18 @@ def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
 def parse_moe_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
     """Build the `ModelConfig` of an LFM2 model with experts from a GGUF file's metadata."""
     metadata.require(gguf.GATING_FUNC_KEY, gguf.SIGMOID)
-    bias = gguf.EXPERT_TENSORS["router_bias"].name
-    has_bias = any(bias.format(i) in metadata.tensors for i in range(metadata.common_fields["n_layers"]))
-    return replace(
-        parse_gguf_config(metadata), experts=gguf.parse_experts(metadata, is_sigmoid=True, has_selection_bias=has_bias)
-    )
+    experts = gguf.parse_experts(metadata, is_sigmoid=True, has_selection_bias=gguf.has_selection_bias(metadata))
+    return replace(parse_gguf_config(metadata), experts=experts)
 
 
-HF_MOE_TENSORS, GGUF_MOE_TENSORS, PER_LAYER_KEYS = (
-    HF_TENSORS | EXPERT_TENSORS,
-    GGUF_TENSORS | gguf.EXPERT_TENSORS,
-    (gguf.KV_HEADS_KEY,),
-)
 FAMILY = (
     HFFamily("lfm2", DEFAULTS, parse_config, HF_TENSORS, key_aliases=KEY_ALIASES),
     HFFamily(
-        "lfm2_moe",
-        MOE_DEFAULTS,
-        parse_moe_config,
-        HF_MOE_TENSORS,
-        (FUSED_EXPERT_TENSORS,),
-        supported_keys=("num_experts",),
-        key_aliases=KEY_ALIASES,
+        "lfm2_moe", MOE_DEFAULTS, parse_moe_config, HF_TENSORS | EXPERT_TENSORS, (FUSED_EXPERT_TENSORS,), key_aliases=KEY_ALIASES
     ),
-    GGUFFamily("lfm2", parse_gguf_config, GGUF_TENSORS, per_layer_keys=PER_LAYER_KEYS),
+    GGUFFamily("lfm2", parse_gguf_config, GGUF_TENSORS, per_layer_keys=(gguf.KV_HEADS_KEY,)),
     GGUFFamily(
-        "lfm2moe",
-        parse_moe_gguf_config,
-        GGUF_MOE_TENSORS,
-        supported_keys=(gguf.EXPERT_COUNT_KEY, gguf.GATING_FUNC_KEY),
-        per_layer_keys=PER_LAYER_KEYS,
+        "lfm2moe", parse_moe_gguf_config, GGUF_TENSORS | gguf.EXPERT_TENSORS, supported_keys=(gguf.GATING_FUNC_KEY,),
+        per_layer_keys=(gguf.KV_HEADS_KEY,),
     ),
-)
+)  # fmt: skip

@@ -3,27 +3,19 @@
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
 from specdec.families.config_values import ConfigValues
-from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily
+from specdec.families.family import GGUFFamily, HFFamily
 from specdec.model_config import ModelConfig
 
 
 def parse_config(values: ConfigValues) -> ModelConfig:
     """Build the `ModelConfig` of a Llama model from the keys of config.json."""
-    hf.reject_window(values)
-    hf.check_layer_types(hf.FULL_ATTENTION, values)
     return ModelConfig(**hf.parse_base_fields(values), attention=hf.parse_attention(values), mlp_bias=values.get_bool("mlp_bias"))
-
-
-def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
-    """Build the `ModelConfig` of a Llama model, or of one with the same keys, from a GGUF file's metadata."""
-    return ModelConfig(**gguf.parse_base_fields(metadata))
 
 
 FAMILY = (
     HFFamily(
-        "llama", hf.DEFAULTS, parse_config, hf.TENSORS, multimodal_types={"smolvlm": False, "idefics3": False}
-    ),  # also the text part of SmolVLM
-    GGUFFamily(
-        "llama", parse_gguf_config, gguf.INTERLEAVED_ROPE_TENSORS | gguf.EXPERT_TENSORS, supported_keys=(gguf.EXPERT_COUNT_KEY,)
-    ),  # also Mixtral
-)
+        "llama", hf.DEFAULTS, parse_config, hf.TENSORS, supported_keys=("mlp_bias",),
+        multimodal_types={"smolvlm": False, "idefics3": False},  # also the text part of SmolVLM
+    ),
+    GGUFFamily("llama", gguf.parse_config, gguf.INTERLEAVED_ROPE_TENSORS | gguf.EXPERT_TENSORS),  # also Mixtral
+)  # fmt: skip

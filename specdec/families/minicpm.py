@@ -21,7 +21,6 @@ SCALE_KEYS, GGUF_SCALE_KEYS = ("scale_emb", "scale_depth", "dim_model_base"), ("
 def parse_config(values: ConfigValues) -> ModelConfig:
     """Build the `ModelConfig` of a MiniCPM model from the keys of config.json."""
     hf.reject_biases(values)
-    hf.reject_window(values)
     fields = hf.parse_base_fields(values)
     embedding, depth, base = (values.get_float(key, MIN_SCALE, 1 / MIN_SCALE) for key in SCALE_KEYS)
     residual, divisor = depth / float(np.sqrt(np.float64(fields["n_layers"]))), fields["dim"] / base
@@ -30,9 +29,8 @@ def parse_config(values: ConfigValues) -> ModelConfig:
 
 def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
     """Build the `ModelConfig` of a MiniCPM model from a GGUF file's metadata, which must have the scales."""
-    return _make_config(
-        gguf.parse_base_fields(metadata), *(metadata.get_float(key, MIN_SCALE, 1 / MIN_SCALE) for key in GGUF_SCALE_KEYS)
-    )
+    scales = (metadata.get_float(key, MIN_SCALE, 1 / MIN_SCALE) for key in GGUF_SCALE_KEYS)
+    return _make_config(gguf.parse_base_fields(metadata), *scales)
 
 
 def _make_config(fields: dict[str, Any], embedding: float, residual: float, divisor: float) -> ModelConfig:

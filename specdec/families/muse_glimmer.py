@@ -12,16 +12,9 @@ import numpy as np
 from specdec.argument_checks import MIN_SCALE
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
+from specdec.families import tensor_specs as specs
 from specdec.families.config_values import ConfigValues
-from specdec.families.family import (
-    IGNORED_NAMES,
-    ONE_PLUS,
-    GGUFFamily,
-    GGUFMetadata,
-    HFFamily,
-    TensorSpec,
-    replace_in_specs,
-)
+from specdec.families.family import IGNORED_NAMES, GGUFFamily, GGUFMetadata, HFFamily
 from specdec.families.hf_common import MAX_THETA
 from specdec.model_config import LayerConfig, ModelConfig
 
@@ -35,15 +28,14 @@ DEFAULTS = hf.DEFAULTS | {
 LOGIT_SOFTCAP_KEY, LOGIT_SCALE_KEY, LAYER_THETA_KEY = "final_logit_softcapping", "logit_scale", "layer_rope_theta"
 FULL_ATTENTION_INTERVAL, GGUF_POST_NORM_EPS = 4, 1e-8  # GGUF files do not give the eps
 BLOCK_FIELDS: dict[str, Any] = {"norm_placement": "around", "embedding_norm": True}
-HF_TENSORS = replace_in_specs(
-    hf.TENSORS | hf.PRE_POST_NORM_TENSORS, ("rms_att", "rms_att_out", "rms_ffn", "rms_ffn_out"), transform=ONE_PLUS
-) | {"wg": TensorSpec(hf.LAYER_WEIGHT % "self_attn.gate_proj")}
-GGUF_TENSORS = gguf.INTERLEAVED_ROPE_TENSORS | gguf.POST_NORM_TENSORS | {"wg": TensorSpec(gguf.LAYER_WEIGHT % "attn_gate")}
+HF_TENSORS = specs.replace(
+    hf.TENSORS | hf.PRE_POST_NORM_TENSORS, ("rms_att", "rms_att_out", "rms_ffn", "rms_ffn_out"), transform=specs.ONE_PLUS
+) | {"wg": specs.TensorSpec(hf.LAYER_WEIGHT % "self_attn.gate_proj")}
+GGUF_TENSORS = gguf.INTERLEAVED_ROPE_TENSORS | gguf.POST_NORM_TENSORS | {"wg": specs.TensorSpec(gguf.LAYER_WEIGHT % "attn_gate")}
 
 
 def parse_config(values: ConfigValues) -> ModelConfig:
     """Build the `ModelConfig` of a Muse Glimmer model from the keys of config.json."""
-    values.require("mlp_bias", False)
     sizes, rope = hf.parse_base_fields(values, "hidden_activation"), hf.get_rope_values(values)
     n_layers = sizes["n_layers"]
     full = default = {*range((n_layers - 1) % FULL_ATTENTION_INTERVAL, n_layers, FULL_ATTENTION_INTERVAL)}

@@ -11,8 +11,9 @@ from typing import Any
 from specdec.argument_checks import MIN_SCALE
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
+from specdec.families import tensor_specs as specs
 from specdec.families.config_values import ConfigValues
-from specdec.families.family import EXPERT_WEIGHTS, GGUFFamily, GGUFMetadata, HFFamily, make_tensor_specs, replace_in_specs
+from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily
 from specdec.families.recurrent_common import GGUF_MAMBA_TENSORS, make_mamba_specs, parse_gguf_mamba, require_no_time_step_limit
 from specdec.mixer_config import Mamba2Config
 from specdec.model_config import AttentionConfig, ExpertsConfig, LayerConfig, ModelConfig, RopeConfig
@@ -24,40 +25,39 @@ TYPES_KEY, PATTERN_KEY = "layers_block_type", "hybrid_override_pattern"
 SUM_EPS = 1e-20  # of the weights of the chosen experts
 DEFAULTS = hf.DEFAULTS | {
     "vocab_size": 131072, "intermediate_size": 21504, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096,
-    "mlp_hidden_act": "relu2", "layer_norm_epsilon": 1e-5, TYPES_KEY: None, PATTERN_KEY: None, "ssm_state_size": 128,
-    "mamba_num_heads": 128, "mamba_head_dim": 64, "mamba_hidden_act": "silu", "n_groups": 8, "conv_kernel": 4,
-    "use_conv_bias": True, "use_bias": False, "mamba_proj_bias": False, "n_routed_experts": 8, "moe_intermediate_size": 7688,
-    "moe_shared_expert_intermediate_size": 7688, "num_experts_per_tok": 2, "routed_scaling_factor": 1.0, "n_group": 1,
-    "topk_group": 1, "norm_topk_prob": True, "moe_latent_size": None,
+    "mlp_hidden_act": "relu2", "rms_norm_eps": 1e-5, TYPES_KEY: None, PATTERN_KEY: None, "layer_types": None,
+    "ssm_state_size": 128, "mamba_num_heads": 128, "mamba_head_dim": 64, "mamba_hidden_act": "silu", "n_groups": 8,
+    "conv_kernel": 4, "use_conv_bias": True, "use_bias": False, "mamba_proj_bias": False, "n_routed_experts": 8,
+    "moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688, "num_experts_per_tok": 2,
+    "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "moe_latent_size": None,
 }  # fmt: skip
 KEY_ALIASES = {
     "layer_types": TYPES_KEY, "mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias",
     "mamba_dt_limit": "time_step_limit", "num_local_experts": "n_routed_experts",
+    "layer_norm_epsilon": "rms_norm_eps",
 }  # fmt: skip
 PREFIX, IGNORED_NAMES = re.compile(r"(model|backbone)\."), re.compile(r"mtp\..*")
 HF_TENSORS = {
-    **make_tensor_specs("%s.weight", tok_emb="embeddings", rms_final="norm_f", wcls="lm_head"),
-    **make_tensor_specs(
+    **specs.make("%s.weight", tok_emb="embeddings", rms_final="norm_f", wcls="lm_head"),
+    **specs.make(
         hf.LAYER_WEIGHT, rms_att="norm", rms_ffn="norm", wq="mixer.q_proj", wk="mixer.k_proj", wv="mixer.v_proj",
         wo="mixer.o_proj", w1="mixer.up_proj", w2="mixer.down_proj", router="mixer.gate", experts_w1="mixer.experts.{}.up_proj",
         experts_w2="mixer.experts.{}.down_proj", shared_w1="mixer.shared_experts.up_proj",
         shared_w2="mixer.shared_experts.down_proj",
     ),
-    **make_tensor_specs("layers.{}.mixer.gate.%s", router_bias="e_score_correction_bias"),
+    **specs.make("layers.{}.mixer.gate.%s", router_bias="e_score_correction_bias"),
     **make_mamba_specs("layers.{}.mixer.%s"),
 }  # fmt: skip
-HF_TENSORS = replace_in_specs(HF_TENSORS, EXPERT_WEIGHTS, is_per_expert=True)
+HF_TENSORS = specs.replace(HF_TENSORS, specs.EXPERT_WEIGHTS, is_per_expert=True)
 # The converter permutes the rows of q and k for RoPE, which the model does not have.
-HF_TENSORS = replace_in_specs(HF_TENSORS, ("wq", "wk"), is_neox_style=True)
-FUSED_EXPERT_TENSORS = replace_in_specs(  # all experts in one tensor, as transformers 5 has them in memory
-    make_tensor_specs("layers.{}.mixer.experts.%s", experts_w1="up_proj", experts_w2="down_proj"),
-    EXPERT_WEIGHTS, is_per_expert=True,
-)  # fmt: skip
+HF_TENSORS = specs.replace(HF_TENSORS, ("wq", "wk"), is_neox_style=True)
+# All experts in one tensor, as transformers 5 has them in memory
+FUSED_EXPERT_TENSORS = specs.make_per_expert("layers.{}.mixer.experts.%s", experts_w1="up_proj", experts_w2="down_proj")
 GGUF_TENSORS = (
     gguf.INTERLEAVED_ROPE_TENSORS
     | gguf.EXPERT_TENSORS
     | GGUF_MAMBA_TENSORS
-    | make_tensor_specs(gguf.LAYER_WEIGHT, rms_ffn="attn_norm", w1="ffn_up", shared_w1="ffn_up_shexp")
+    | specs.make(gguf.LAYER_WEIGHT, rms_ffn="attn_norm", w1="ffn_up", shared_w1="ffn_up_shexp")
     | {"experts_w1": gguf.EXPERT_TENSORS["experts_w3"]}
 )
 EPS_KEY = "attention.layer_norm_epsilon"  # of newer files
@@ -105,8 +105,7 @@ def parse_config(values: ConfigValues) -> ModelConfig:
     values.require("moe_latent_size", None)
     hf.reject_window(values)
     hf.reject_biases(values)
-    fields = hf.parse_base_fields(values, "mlp_hidden_act", ("relu2",), len(types))
-    fields |= {"norm_eps": values.get_float("layer_norm_epsilon", 0, 1), "activation": "relu2"}
+    fields = hf.parse_base_fields(values, "mlp_hidden_act", ("relu2",), len(types)) | {"activation": "relu2"}
     mamba = parse_mamba(values) if MAMBA in types else None
     if EXPERTS in types:
         fields["experts"] = parse_experts(values, types)
@@ -186,11 +185,11 @@ def parse_gguf_experts(metadata: GGUFMetadata, types: Sequence[str]) -> ExpertsC
 FAMILY = (
     HFFamily(
         "nemotron_h", DEFAULTS, parse_config, HF_TENSORS, (FUSED_EXPERT_TENSORS,), prefix=PREFIX, ignored_names=IGNORED_NAMES,
-        supported_keys=("n_routed_experts",), key_aliases=KEY_ALIASES,
+        key_aliases=KEY_ALIASES,
     ),
     GGUFFamily("nemotron_h", parse_gguf_config, GGUF_TENSORS, per_layer_keys=GGUF_PER_LAYER_KEYS),
     GGUFFamily(
-        "nemotron_h_moe", parse_gguf_config, GGUF_TENSORS, supported_keys=(gguf.EXPERT_COUNT_KEY, gguf.GATING_FUNC_KEY),
+        "nemotron_h_moe", parse_gguf_config, GGUF_TENSORS, supported_keys=(gguf.GATING_FUNC_KEY,),
         per_layer_keys=GGUF_PER_LAYER_KEYS,
     ),
 )  # fmt: skip

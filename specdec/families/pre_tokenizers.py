@@ -49,11 +49,6 @@ _UP_TO_THREE_DIGITS, _ONE_DIGIT = PreTokenizer((_WORDS % "{1,3}",)), PreTokenize
 # Seed-Coder and Seed-OSS split off line breaks after punctuation.
 _SEED_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 _OLD_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
-# DeepSeek-V3: a punctuation mark in front of Latin letters belongs to them, and marks count as letters.
-_DEEPSEEK_V3_WORDS = (
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 # Kimi K2 and Moonlight: as GPT-4o, but with Chinese characters apart.
 _KIMI_UPPER, _KIMI_LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _KIMI_WORDS = (
@@ -88,10 +83,10 @@ _PRE_TOKENIZERS_BY_NAMES = {
             r"\s?[!-/:-~\uFF01-\uFF0F\uFF1A-\uFF5E\u2018-\u201F\u3000-\u3002]+", r"\s+$", _HAN, r"\p{N}+",
         )
     ),
-    "deepseek-v3": PreTokenizer((r"\p{N}{1,3}", r"[\u4E00-\u9FA5\u3040-\u309F\u30A0-\u30FF]+", _DEEPSEEK_V3_WORDS)),
     "kimi-k2": PreTokenizer((_KIMI_WORDS,)),
     "bailingmoe bailingmoe2 llada-moe": PreTokenizer((_LING_WORDS,)),
     "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}")),
+    # A punctuation mark in front of Latin letters belongs to them, and marks count as letters.
     "deepseek-v3 hunyuan-dense joyai-llm hy_v4": PreTokenizer(
         (
             r"\p{N}{1,3}",

@@ -10,16 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from specdec.families import gguf_common as gguf
+from specdec.families import tensor_specs as specs
 from specdec.families.config_values import MAX_SIZE, ConfigValues
-from specdec.families.family import (
-    CONV_TAPS,
-    TRANSPOSED_CONV_TAPS,
-    GGUFMetadata,
-    TensorSpec,
-    TensorTransform,
-    make_fused_specs,
-    make_tensor_specs,
-)
+from specdec.families.family import GGUFMetadata
 from specdec.layers.recurrent_ops import fill_decay_rates
 from specdec.mixer_config import Mamba2Config
 
@@ -40,29 +33,29 @@ def keep(stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return stored
 
 
-DECAY_RATES = TensorTransform(compute_decay_rates)
-COLUMN = TensorTransform(keep, lambda shape: (*shape, 1))  # stored as a matrix with one column
-FLAT = TensorTransform(keep, lambda shape: (math.prod(shape),))  # groups stored as one vector
+DECAY_RATES = specs.TensorTransform(compute_decay_rates)
+COLUMN = specs.TensorTransform(keep, lambda shape: (*shape, 1))  # stored as a matrix with one column
+FLAT = specs.TensorTransform(keep, lambda shape: (math.prod(shape),))  # groups stored as one vector
 
 
-def make_mamba_specs(template: str) -> dict[str, TensorSpec]:
+def make_mamba_specs(template: str) -> dict[str, specs.TensorSpec]:
     """Return the specs of a Mamba-2 layer's tensors in a folder, with names such as `layers.{}.mamba.%s`."""
     return {
-        **make_fused_specs(MAMBA_IN, template % "in_proj.weight"),
-        **make_tensor_specs(template, mamba_out="out_proj.weight", conv_bias="conv1d.bias", dt="dt_bias", skip="D"),
-        "conv": TensorSpec(template % "conv1d.weight", transform=CONV_TAPS),
-        "rate": TensorSpec(template % "A_log", transform=DECAY_RATES),
-        "mamba_norm": TensorSpec(template % "norm.weight", transform=FLAT),
+        **specs.fuse(MAMBA_IN, template % "in_proj.weight"),
+        **specs.make(template, mamba_out="out_proj.weight", conv_bias="conv1d.bias", dt="dt_bias", skip="D"),
+        "conv": specs.TensorSpec(template % "conv1d.weight", transform=specs.CONV_TAPS),
+        "rate": specs.TensorSpec(template % "A_log", transform=DECAY_RATES),
+        "mamba_norm": specs.TensorSpec(template % "norm.weight", transform=FLAT),
     }
 
 
 GGUF_MAMBA_TENSORS = {
-    **make_fused_specs(MAMBA_IN, gguf.LAYER_WEIGHT % "ssm_in"),
-    **make_tensor_specs("blk.{}.%s", mamba_out="ssm_out.weight", conv_bias="ssm_conv1d.bias", dt="ssm_dt.bias"),
-    "conv": TensorSpec("blk.{}.ssm_conv1d.weight", transform=TRANSPOSED_CONV_TAPS),
-    "rate": TensorSpec("blk.{}.ssm_a", transform=COLUMN),
-    "skip": TensorSpec("blk.{}.ssm_d", transform=COLUMN),
-    "mamba_norm": TensorSpec("blk.{}.ssm_norm.weight"),
+    **specs.fuse(MAMBA_IN, gguf.LAYER_WEIGHT % "ssm_in"),
+    **specs.make("blk.{}.%s", mamba_out="ssm_out.weight", conv_bias="ssm_conv1d.bias", dt="ssm_dt.bias"),
+    "conv": specs.TensorSpec("blk.{}.ssm_conv1d.weight", transform=specs.TRANSPOSED_CONV_TAPS),
+    "rate": specs.TensorSpec("blk.{}.ssm_a", transform=COLUMN),
+    "skip": specs.TensorSpec("blk.{}.ssm_d", transform=COLUMN),
+    "mamba_norm": specs.TensorSpec("blk.{}.ssm_norm.weight"),
 }
 
 

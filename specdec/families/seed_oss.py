@@ -2,9 +2,9 @@
 
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
+from specdec.families import tensor_specs as specs
 from specdec.families.config_values import ConfigValues
-from specdec.families.family import GGUFFamily, HFFamily, make_tensor_specs
-from specdec.families.llama import parse_gguf_config
+from specdec.families.family import GGUFFamily, HFFamily
 from specdec.model_config import AttentionConfig, ModelConfig
 
 DEFAULTS = hf.DEFAULTS | {
@@ -16,8 +16,6 @@ DEFAULTS = hf.DEFAULTS | {
 
 def parse_config(values: ConfigValues) -> ModelConfig:
     """Build the `ModelConfig` of a Seed-OSS model from the keys of config.json."""
-    hf.reject_window(values)
-    hf.check_layer_types(hf.FULL_ATTENTION, values)
     attention = AttentionConfig(
         hf.parse_rope(values), qkv_bias=values.get_bool("attention_bias"), wo_bias=values.get_bool("attention_out_bias")
     )
@@ -25,6 +23,6 @@ def parse_config(values: ConfigValues) -> ModelConfig:
 
 
 FAMILY = (
-    HFFamily("seed_oss", DEFAULTS, parse_config, hf.TENSORS),
-    GGUFFamily("seed_oss", parse_gguf_config, gguf.TENSORS | make_tensor_specs(gguf.LAYER_WEIGHT, rms_ffn="post_attention_norm")),
+    HFFamily("seed_oss", DEFAULTS, parse_config, hf.TENSORS, supported_keys=("mlp_bias",)),
+    GGUFFamily("seed_oss", gguf.parse_config, gguf.TENSORS | specs.make(gguf.LAYER_WEIGHT, rms_ffn="post_attention_norm")),
 )

@@ -1,5 +1,7 @@
 """StableLM 2 (Bellagente et al. 2024, arXiv:2402.17834) and StableLM 3B: LayerNorms, and RoPE on a quarter of each head."""
 
+from dataclasses import replace
+
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
 from specdec.families.config_values import ConfigValues
@@ -18,11 +20,7 @@ def parse_config(values: ConfigValues) -> ModelConfig:
     """Build the `ModelConfig` of a StableLM model from config.json; parallel blocks, as in the 12B model, are not supported."""
     values.require(PARALLEL_KEY, False)
     hf.reject_biases(values)
-    hf.reject_window(values)
-    rope = hf.get_rope_values(values)
-    rope.require("rope_type", "default")
-    rope.require("mrope_section", None)
-    attention = AttentionConfig(hf.parse_partial_rope(rope, values, values, rope), qkv_bias=values.get_bool("use_qkv_bias"))
+    attention = AttentionConfig(hf.parse_plain_partial_rope(values), qkv_bias=values.get_bool("use_qkv_bias"))
     return ModelConfig(**hf.parse_base_fields(values), attention=attention, layer_norm=True)
 
 
@@ -31,9 +29,7 @@ def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
 
     Tensors show whether blocks are parallel; the key does not.
     """
-    return ModelConfig(
-        **gguf.parse_base_fields(metadata, has_partial_rope=True, eps_key=gguf.LAYER_NORM_EPS_KEY), layer_norm=True
-    )
+    return replace(gguf.parse_config(metadata, has_partial_rope=True, eps_key=gguf.LAYER_NORM_EPS_KEY), layer_norm=True)
 
 
 FAMILY = (

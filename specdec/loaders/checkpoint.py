@@ -17,7 +17,7 @@ from specdec.runtime.memory import all_finite
 from specdec.runtime.simd import Array, Float64, Int64
 
 if TYPE_CHECKING:
-    from specdec.families.family import TensorSpec
+    from specdec.families.tensor_specs import TensorSpec
     from specdec.layers.weights import Tensors
 
 FP32, FP16, BF16 = np.dtype("<f4"), np.dtype("<f2"), np.dtype("<u2")  # bf16 as bits: numpy has no such type

@@ -15,20 +15,21 @@ import numpy as np
 
 from specdec.argument_checks import CheckpointError, JSONDict, format_json_value, wrap_read_errors
 from specdec.families import DFLASH, load_definition, load_definitions
-from specdec.families.config_values import MAX_DIM, ConfigValues, check_neutral_values
-from specdec.families.family import GGUFFamily, GGUFMetadata, select_tensor_specs
+from specdec.families.config_values import MAX_DIM, ConfigValues
+from specdec.families.family import GGUFFamily, GGUFMetadata
 from specdec.families.gguf_common import (
     EMBEDDING,
     EXPERT_DIM_KEY,
     HEADS_KEY,
     LM_HEAD,
     MLP_DIM_KEY,
-    NEUTRAL_VALUES,
     NEXTN_LAYERS_KEY,
     PER_LAYER_KEYS,
+    check_unsupported_keys,
 )
 from specdec.families.hf_common import MAX_LAYERS
 from specdec.families.pre_tokenizers import has_rstrip_special_tokens
+from specdec.families.tensor_specs import select_tensor_specs
 from specdec.loaders import import_reader
 from specdec.loaders.checkpoint import FLOATS, Checkpoint, Dtype, check_id_map, check_target_ids, parse_default_sampling
 from specdec.loaders.gguf_file import GGUFFile
@@ -258,7 +259,7 @@ def read_config(model: GGUFModel) -> ModelConfig:
     """
     family, prefix = model.family, f"{model.family.name}."
     values = ConfigValues(model.path, model.metadata, prefix=prefix)
-    check_neutral_values(values, {key: neutral for key, neutral in NEUTRAL_VALUES.items() if key not in family.supported_keys})
+    check_unsupported_keys(values, family)
     vocab_size = _get_vocab_size(model, values, is_borrowed=(family.is_head or model.is_mtp_head) and EMBEDDING not in model)
     n_blocks = values.get_int("block_count", max_value=MAX_LAYERS)
     # A list that gives the same number for each layer stands for that number.

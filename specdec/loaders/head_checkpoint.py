@@ -11,7 +11,8 @@ import numpy as np
 
 from specdec.argument_checks import CheckpointError, wrap_read_errors
 from specdec.families import detect_head, load_definition
-from specdec.families.family import PREFIX, HFHead, TensorSource, TensorSpec, TensorSpecs, is_layer_list, select_tensor_specs
+from specdec.families.family import PREFIX, HFHead, is_layer_list
+from specdec.families.tensor_specs import TensorSource, TensorSpec, TensorSpecs, select_tensor_specs
 from specdec.head_config import AssistantConfig, HeadConfig
 from specdec.loaders import import_reader
 from specdec.loaders.checkpoint import Checkpoint, DerivedTensor, check_id_map, check_target_ids

@@ -11,9 +11,10 @@ from typing import Any
 
 from specdec.argument_checks import CheckpointError, JSONDict, JSONObject, format_json_value, wrap_read_errors
 from specdec.families import DFLASH, load_definition, load_definitions
-from specdec.families.config_values import QUANTIZATION_KEYS, ConfigValues, check_neutral_values
-from specdec.families.family import HFFamily, TensorSpec, select_tensor_specs
-from specdec.families.hf_common import LM_HEAD, NEUTRAL_VALUES, TEXT_CONFIG_KEY
+from specdec.families.config_values import QUANTIZATION_KEYS, ConfigValues
+from specdec.families.family import HFFamily
+from specdec.families.hf_common import LM_HEAD, TEXT_CONFIG_KEY, check_unsupported_keys
+from specdec.families.tensor_specs import TensorSpec, select_tensor_specs
 from specdec.loaders.checkpoint import SAMPLING_RANGES, Checkpoint, parse_default_sampling
 from specdec.loaders.model_file import (
     CONFIG,
@@ -232,7 +233,7 @@ def read_config(folder: Path) -> tuple[HFFamily, ModelConfig, dict[int, str], in
     aliases = {name: alias for alias, name in family.key_aliases.items() if alias in given}
     given = given | {name: given[alias] for name, alias in aliases.items()}
     values = ConfigValues(path, given, family.defaults, aliases=aliases)
-    check_neutral_values(values, {key: neutral for key, neutral in NEUTRAL_VALUES.items() if key not in family.supported_keys})
+    check_unsupported_keys(values, family)
     config = family.parse_config(values).extend_to_yarn_context()
     if problem := config.find_error():
         raise CheckpointError(f"{path} is not a valid model config: {problem}")

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from specdec.argument_checks import CheckpointError, JSONDict, format_json_value
-from specdec.families.family import TensorSource, TensorSpec
+from specdec.families.tensor_specs import TensorSource, TensorSpec
 from specdec.loaders.checkpoint import FLOATS, FP32, INTEGERS, DerivedTensor, Dtype, FileTensor, TensorFile
 from specdec.model import get_architecture
 from specdec.model_config import ModelConfig
