@@ -387,13 +387,14 @@ class ModelConfig:
         mlp_bias: MLPs have biases.
         blocks: Which of its two blocks a layer has: "first" is attention or what replaces it, "second" the MLP or experts.
         mlp_scales: Factors of the two matmuls of an MLP that the activation multiplies; of its own input first. Empty: none.
-        activation: Activation of the gate; "relu2" and "gated_relu2" are the square of a ReLU. With "relu2", MLPs and experts
-            have no gate; with "xielu", MLPs have none, and experts are not supported.
+        activation: Activation of the gate; "relu2" and "gated_relu2" are the square of a ReLU. With "relu2" and "ungated_gelu",
+            MLPs and experts have no gate; with "xielu", MLPs have none, and experts are not supported.
         experts: Mixture of experts in the place of MLPs.
         norm_placement: Norm a block's input ("before", pre-norm), its output ("behind", post-norm), or both ("around").
         sub_norms: Norm the inputs of the attention's output projection and of the MLP's down projection.
         embedding_scale: Factor of embeddings.
         embedding_norm: Apply an RMSNorm without weights to embeddings.
+        learned_positions: Add a row for each position to embeddings; seq_len is then the maximum length of a sequence.
         residual_scale: Factor of what layers add to the residual stream.
         layer_scale: Each layer multiplies the residual stream by a factor of its own at its end.
         classifier_bias: Add a bias to logits.
@@ -422,12 +423,13 @@ class ModelConfig:
     blocks: Literal["both", "first", "second"] = "both"
     mlp_bias: bool = False
     mlp_scales: tuple[float, ...] = ()
-    activation: Literal["silu", "gelu", "relu2", "gated_relu2", "xielu"] = "silu"
+    activation: Literal["silu", "gelu", "ungated_gelu", "relu2", "gated_relu2", "xielu"] = "silu"
     experts: ExpertsConfig | None = None
     norm_placement: Literal["before", "behind", "around"] = "before"
     sub_norms: bool = False
     embedding_scale: float = 1.0
     embedding_norm: bool = False
+    learned_positions: bool = False
     residual_scale: float = 1.0
     layer_scale: bool = False
     classifier_bias: bool = False
@@ -453,7 +455,7 @@ class ModelConfig:
         if self.n_heads % self.n_kv_heads:
             yield f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}"
         yield from check_positive(self, "head_dim")
-        if self.head_dim % 2 and self.architecture != "gpt2" and not self.attention.latent:
+        if self.head_dim % 2 and self.attention.has_rope and not self.attention.latent:
             yield f"head_dim {self.head_dim} is odd; RoPE rotates pairs"
         for name, eps in (("norm_eps", self.norm_eps), ("post_norm_eps", self.post_norm_eps or 0.0)):
             if not 0 <= eps < math.inf:
@@ -464,7 +466,7 @@ class ModelConfig:
             yield from prefix_errors("latent attention", self.attention.latent.find_errors(self))
         yield from check_scale(self, "embedding_scale", "residual_scale", "logit_divisor")
         yield from check_scales("mlp_scales", self.mlp_scales, 2)
-        if self.mlp_scales and self.activation in ("relu2", "xielu"):
+        if self.mlp_scales and self.activation in ("relu2", "ungated_gelu", "xielu"):
             yield f"mlp_scales are {self.mlp_scales}; expected none with {self.activation}, which has no gate"
         yield from self._find_layer_errors()
         if (self.architecture in HEAD_ARCHITECTURES) != (self.head is not None):

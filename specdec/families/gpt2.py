@@ -1,6 +1,7 @@
 """GPT-2 (Radford et al. 2019): how to read its configs and tensors in folders and GGUF files."""
 
 import re
+from typing import Any
 
 from specdec.argument_checks import JSONDict
 from specdec.families import gguf_common as gguf
@@ -8,7 +9,7 @@ from specdec.families import hf_common as hf
 from specdec.families import tensor_specs as specs
 from specdec.families.config_values import ConfigValues
 from specdec.families.family import GGUFFamily, GGUFMetadata, HFFamily
-from specdec.model_config import ModelConfig
+from specdec.model_config import AttentionConfig, ModelConfig
 
 DEFAULTS: JSONDict = {
     "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None,
@@ -21,10 +22,10 @@ KEY_ALIASES = {
 }  # fmt: skip
 PREFIX, IGNORED_NAMES = re.compile(r"transformer\."), re.compile(r"h\.\d+\.attn\.(masked_)?bias")  # the causal mask
 HF_TENSORS = {
-    **specs.make("%s.weight", tok_emb="wte", pos_emb="wpe", ln_final="ln_f", wcls="lm_head"),
-    "ln_final_bias": specs.TensorSpec("ln_f.bias"),
-    **specs.make("h.{}.%s.weight", ln_att="ln_1", ln_ffn="ln_2"),
-    **specs.make("h.{}.%s.bias", ln_att_bias="ln_1", ln_ffn_bias="ln_2", bo="attn.c_proj", b1="mlp.c_fc", b2="mlp.c_proj"),
+    **specs.make("%s.weight", tok_emb="wte", pos_emb="wpe", rms_final="ln_f", wcls="lm_head"),
+    "rms_final_bias": specs.TensorSpec("ln_f.bias"),
+    **specs.make("h.{}.%s.weight", rms_att="ln_1", rms_ffn="ln_2"),
+    **specs.make("h.{}.%s.bias", rms_att_bias="ln_1", rms_ffn_bias="ln_2", bo="attn.c_proj", b1="mlp.c_fc", b2="mlp.c_proj"),
     **specs.fuse(specs.QKV, "h.{}.attn.c_attn.weight", is_transposed=True),
     **specs.fuse(specs.QKV_BIASES, "h.{}.attn.c_attn.bias"),
     "wo": specs.TensorSpec("h.{}.attn.c_proj.weight", is_transposed=True),
@@ -32,13 +33,19 @@ HF_TENSORS = {
     "w2": specs.TensorSpec("h.{}.mlp.c_proj.weight", is_transposed=True),
 }
 GGUF_TENSORS = gguf.OUTER_TENSORS | {
-    **specs.make("%s.weight", pos_emb="position_embd", ln_final="output_norm"),
-    "ln_final_bias": specs.TensorSpec("output_norm.bias"),
-    **specs.make(gguf.LAYER_WEIGHT, ln_att="attn_norm", wo="attn_output", ln_ffn="ffn_norm", w1="ffn_up", w2="ffn_down"),
-    **specs.make(gguf.LAYER_BIAS, ln_att_bias="attn_norm", bo="attn_output", ln_ffn_bias="ffn_norm", b1="ffn_up", b2="ffn_down"),
+    **specs.make("%s.weight", pos_emb="position_embd", rms_final="output_norm"),
+    "rms_final_bias": specs.TensorSpec("output_norm.bias"),
+    **specs.make(gguf.LAYER_WEIGHT, rms_att="attn_norm", wo="attn_output", rms_ffn="ffn_norm", w1="ffn_up", w2="ffn_down"),
+    **specs.make(
+        gguf.LAYER_BIAS, rms_att_bias="attn_norm", bo="attn_output", rms_ffn_bias="ffn_norm", b1="ffn_up", b2="ffn_down"
+    ),
     **specs.fuse(specs.QKV, gguf.LAYER_WEIGHT % "attn_qkv"),
     **specs.fuse(specs.QKV_BIASES, gguf.LAYER_BIAS % "attn_qkv"),
 }
+BLOCK_FIELDS: dict[str, Any] = {
+    "attention": AttentionConfig(has_rope=False, qkv_bias=True, wo_bias=True), "activation": "ungated_gelu", "mlp_bias": True,
+    "layer_norm": True, "learned_positions": True,
+}  # fmt: skip
 
 
 def parse_config(values: ConfigValues) -> ModelConfig:
@@ -56,15 +63,15 @@ def parse_config(values: ConfigValues) -> ModelConfig:
         vocab_size=values.get_int("vocab_size"),
         seq_len=values.get_int("n_positions"),
         shared_classifier=values.get_bool("tie_word_embeddings"),
-        architecture="gpt2",
         norm_eps=values.get_float("layer_norm_epsilon", 0, 1),
+        **BLOCK_FIELDS,
     )
 
 
 def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
     """Build the `ModelConfig` of a GPT-2 model from a GGUF file's metadata."""
-    eps = metadata.get_float("attention.layer_norm_epsilon", 0, 1)
-    return ModelConfig(**metadata.common_fields, n_kv_heads=metadata.common_fields["n_heads"], architecture="gpt2", norm_eps=eps)
+    n_kv_heads, eps = metadata.common_fields["n_heads"], metadata.get_float(gguf.LAYER_NORM_EPS_KEY, 0, 1)
+    return ModelConfig(**metadata.common_fields, n_kv_heads=n_kv_heads, norm_eps=eps, **BLOCK_FIELDS)
 
 
 FAMILY = (

@@ -15,7 +15,7 @@ from specdec.layers.attention import Attention
 from specdec.layers.buffers import Allocator, Buffers, BufferSizes, pad
 from specdec.layers.mlp import MLP
 from specdec.layers.weights import Plans, Shapes, VectorPlan, Weights, fuse_tensors
-from specdec.model.llama import FUSED_VOCAB, Llama, layer_shapes
+from specdec.model.llama import FUSED_GLOBALS, Llama, layer_shapes
 from specdec.model_config import ModelConfig, require_type
 from specdec.runtime.op_program import Op, Program
 from specdec.runtime.simd import Float32
@@ -119,7 +119,7 @@ class Eagle3(HeadArchitecture):
         n_norms, *width = stored.get("fc_norm", (0,))
         norms = {f"fc_norm.{i}": VectorPlan((("fc_norm", i),), tuple(width)) for i in range(n_norms)}
         return (
-            fuse_tensors(others, FUSED_VOCAB, stored) | fuse_tensors(layer, {**Attention.fused, **MLP.fused}, stored, 0) | norms
+            fuse_tensors(others, FUSED_GLOBALS, stored) | fuse_tensors(layer, {**Attention.fused, **MLP.fused}, stored, 0) | norms
         )
 
     def make_features(self, config: ModelConfig, weights: Weights, b: HeadBuffers) -> Program:

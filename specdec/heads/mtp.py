@@ -15,7 +15,7 @@ from specdec.kernels import copy_rows, rms_norm
 from specdec.layers.block import norm
 from specdec.layers.buffers import Buffers
 from specdec.layers.weights import Plans, Shapes, Weights, fuse_tensors
-from specdec.model.llama import FUSED_VOCAB, GLOBAL_TENSORS, get_blocks, make_layer
+from specdec.model.llama import FUSED_GLOBALS, GLOBAL_TENSORS, get_blocks, make_layer
 from specdec.model_config import ModelConfig, require_type
 from specdec.runtime.op_program import Program
 from specdec.runtime.simd import Float32
@@ -48,7 +48,7 @@ class MTPHead(HeadArchitecture):
         for block in get_blocks(config, 0):
             plans |= fuse_tensors(block.shapes(config), block.fused, stored, 0)
         others = ("tok_emb", "wcls", "fc", *OWN_NORMS, TARGET_NORM)
-        return plans | fuse_tensors({name: stored[name] for name in others if name in stored}, FUSED_VOCAB, stored)
+        return plans | fuse_tensors({name: stored[name] for name in others if name in stored}, FUSED_GLOBALS, stored)
 
     def make_features(self, config: ModelConfig, weights: Weights, b: HeadBuffers) -> Program:
         """Return the program of x = norm(taps), with the target's final norm."""

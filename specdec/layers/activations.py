@@ -57,16 +57,6 @@ def geglu(run: ForwardContext, thread: int, hidden: Floats3, up: Floats2, per_to
     apply_gate(run, thread, hidden, up, per_token, gelu_tanh)
 
 
-@kernel
-def gelu(run: ForwardContext, thread: int, hidden: Floats3, up: Floats2) -> None:
-    """Compute hidden[0, t] = GELU of up[t] (tanh approximation), without a gate; up (T, F)."""
-    width = hidden.shape[2]
-    first, last = get_chunk_range(width // PANEL_ROWS, run.chunk, run.n_chunks)
-    for t in range(run.n_tokens):
-        for i in range(t * width + first * PANEL_ROWS, t * width + last * PANEL_ROWS, LANES):
-            store(hidden, i, gelu_tanh(load(up, i)))
-
-
 @inlined
 def square_relu(v):
     """Return max(v, 0)^2 of a vector."""
@@ -74,14 +64,26 @@ def square_relu(v):
     return mul(positive, positive)
 
 
-@kernel
-def relu2(run: ForwardContext, thread: int, hidden: Floats3, up: Floats2, per_token: int) -> None:
-    """Compute hidden[t] = max(w1 x, 0)^2 for each of T per_token rows, without a gate (So et al. 2021, arXiv:2109.08668)."""
+@inlined
+def apply_activation(run, thread, hidden, up, per_token, activation):
+    """Compute hidden[t] = activation(w1 x), without a gate, for each of T per_token rows; up (T per_token, F)."""
     width = hidden.shape[2]
     first, last = get_chunk_range(width // PANEL_ROWS, run.chunk, run.n_chunks)
     for t in range(run.n_tokens * per_token):
         for i in range(first * PANEL_ROWS, last * PANEL_ROWS, LANES):
-            store(hidden, t * width + i, square_relu(load(up, t * up.shape[1] + i)))
+            store(hidden, t * width + i, activation(load(up, t * up.shape[1] + i)))
+
+
+@kernel
+def gelu(run: ForwardContext, thread: int, hidden: Floats3, up: Floats2, per_token: int) -> None:
+    """Compute hidden[t] = GELU of w1 x (tanh approximation), without a gate."""
+    apply_activation(run, thread, hidden, up, per_token, gelu_tanh)
+
+
+@kernel
+def relu2(run: ForwardContext, thread: int, hidden: Floats3, up: Floats2, per_token: int) -> None:
+    """Compute hidden[t] = max(w1 x, 0)^2, without a gate (So et al. 2021, arXiv:2109.08668)."""
+    apply_activation(run, thread, hidden, up, per_token, square_relu)
 
 
 @kernel

@@ -41,7 +41,6 @@ class Architecture(ABC):
     """A kind of forward pass. It holds no config, weights or buffers; its methods get those of a model.
 
     Attributes:
-        has_learned_positions: Positions are a table in the file, which limits the length of a sequence.
         can_run_trees: Whether token trees are supported.
         releases_windows: Whether keys and values that no token can see any more may be released before a sequence ends.
         keeps_final_norm: Whether the output of the last norm can be requested as a hidden state.
@@ -49,7 +48,6 @@ class Architecture(ABC):
             truncated by one token less; beyond that it runs again. The pass at position 0 takes no state. 0: no such state.
     """
 
-    has_learned_positions: ClassVar[bool] = False
     can_run_trees: ClassVar[bool] = False
     releases_windows: ClassVar[bool] = False
     keeps_final_norm: ClassVar[bool] = False

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from specdec.layers.activations import gated_relu2, geglu, relu2, swiglu, xielu
+from specdec.layers.activations import gated_relu2, geglu, gelu, relu2, swiglu, xielu
 from specdec.layers.block import LAYER_SCALE, Block, make_scale_ops, norm_shapes
 from specdec.layers.buffers import pad
 from specdec.layers.weights import FusedNames, FusedTensors, Shapes
@@ -13,7 +13,7 @@ from specdec.runtime.simd import PANEL_ROWS, Float32
 XIELU = "xielu"  # an activation with numbers of its own in each layer
 XIELU_NUMBERS = ("alpha_p", "alpha_n", "beta", "eps")
 GATED_ACTIVATIONS = {"silu": swiglu, "gelu": geglu, "gated_relu2": gated_relu2}
-ACTIVATIONS = {"relu2": relu2}
+UNGATED_ACTIVATIONS = {"relu2": relu2, "ungated_gelu": gelu}
 SUB_NORM = "ffn_sub_norm"
 
 
@@ -70,4 +70,4 @@ def is_gated(config: ModelConfig) -> bool:
 
 def activate(config: ModelConfig, hidden: Float32, up: Float32, per_token: int = 1) -> Op:
     """Return the op of hidden[t] = act(w1 x) * (w3 x), or act(w1 x) without a gate, for each of T per_token rows of `up`."""
-    return (GATED_ACTIVATIONS | ACTIVATIONS)[config.activation](hidden, up, per_token)
+    return (GATED_ACTIVATIONS | UNGATED_ACTIVATIONS)[config.activation](hidden, up, per_token)

@@ -13,14 +13,8 @@ def _make_llama(config: ModelConfig) -> Architecture:
     return RECURRENT_LLAMA if any(layer.mixer for layer in config.layers) else LLAMA
 
 
-def _make_gpt2(config: ModelConfig) -> Architecture:
-    from specdec.model.gpt2 import GPT2
-
-    return GPT2
-
-
 # By name; each imports its module when a config names it. The architectures of draft heads are added when `heads` is imported.
-ARCHITECTURES: dict[str, Callable[[ModelConfig], Architecture]] = {"llama": _make_llama, "gpt2": _make_gpt2}
+ARCHITECTURES: dict[str, Callable[[ModelConfig], Architecture]] = {"llama": _make_llama}
 
 
 def get_architecture(config: ModelConfig) -> Architecture:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from specdec.kernels import head_norm, scale_rows
+from specdec.kernels import add_positions, head_norm, scale_rows
 from specdec.layers.activations import add_logit_bias, softcap
 from specdec.layers.architecture import Architecture
 from specdec.layers.attention import Attention
@@ -24,8 +24,12 @@ from specdec.runtime.op_program import Op, Program
 from specdec.runtime.simd import PANEL_ROWS, Float32
 
 # Packed tensors that belong to no layer
-GLOBAL_TENSORS = ("tok_emb", "wcls", "wcls_bias", "rms_final", "rms_final_bias", "inputs", "inputs_norm_in")
-FUSED_VOCAB = {"embedding": FusedTensors(("tok_emb",)), "classifier": FusedTensors(("wcls",))}
+GLOBAL_TENSORS = ("tok_emb", "wcls", "wcls_bias", "pos_emb", "rms_final", "rms_final_bias", "inputs", "inputs_norm_in")
+FUSED_GLOBALS = {
+    "embedding": FusedTensors(("tok_emb",)),
+    "classifier": FusedTensors(("wcls",)),
+    "pos_emb": FusedTensors(("pos_emb",), is_table=True),
+}
 
 
 def get_blocks(config: ModelConfig, i: int) -> list[type[Block]]:
@@ -108,6 +112,8 @@ class Llama(Architecture):
         table = (config.vocab_size, config.dim)
         stacked = {name: (config.n_layers, *shape) for name, shape in common.items()}
         tensors: Shapes = {"tok_emb": table, **stacked, "rms_final": (config.dim,)}
+        if config.learned_positions:
+            tensors["pos_emb"] = (config.seq_len, config.dim)
         if config.per_layer_inputs:
             from specdec.layers.per_layer_inputs import global_shapes
 
@@ -122,7 +128,7 @@ class Llama(Architecture):
     def plans(self, config: ModelConfig) -> Plans:
         """Return all matrices and vectors to pack, by name; the classifier may be the embedding itself."""
         stored = self.shapes(config)
-        plans = fuse_tensors({name: stored[name] for name in GLOBAL_TENSORS if name in stored}, FUSED_VOCAB, stored)
+        plans = fuse_tensors({name: stored[name] for name in GLOBAL_TENSORS if name in stored}, FUSED_GLOBALS, stored)
         plans.setdefault("classifier", plans["embedding"])
         for i in range(config.n_layers):
             for block in get_blocks(config, i):
@@ -165,6 +171,8 @@ class Llama(Architecture):
         scale = config.embedding_scale / config.residual_scale
         scale_ops = [scale_rows(b.x[0], scale, config.dim)] if scale != 1 else []
         lookup = [weights.matrices["embedding"].embed(b.x[0], b.tokens), *scale_ops]
+        if config.learned_positions:
+            lookup.append(add_positions(b.x[0], weights.vectors["pos_emb"], b.depths, config.dim))
         if config.per_layer_inputs:
             from specdec.layers.per_layer_inputs import make_embedding_program
 

@@ -95,7 +95,7 @@ class Model:
         self.n_threads = get_thread_choices()[0] if n_threads is None else n_threads
         self.max_threads = self.max_threads if n_threads is None else self.n_threads
         self.n_positions = config.seq_len if n_positions is None else check_int("n_positions", n_positions, 1)
-        if self.architecture.has_learned_positions:
+        if config.learned_positions:
             self.n_positions = min(self.n_positions, config.seq_len)
         if 0 < config.max_positions < self.n_positions:
             raise ValueError(

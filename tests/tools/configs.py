@@ -11,6 +11,10 @@ RECORD_FIELD_NAMES = {  # flat names that differ from the dataclass's field
     "rope_theta": "theta", "rope_dim": "dim", "rope_scaling": "scaling", "rope_divisors": "freq_factors",
     "rope_scale": "attention_factor", "attention_scale": "scale", "attention_gate": "gate",
 }  # fmt: skip
+GPT2 = {
+    "has_rope": False, "qkv_bias": True, "wo_bias": True, "mlp_bias": True, "activation": "ungated_gelu", "layer_norm": True,
+    "learned_positions": True,
+}  # fmt: skip
 CONFIG_FIELDS = {field.name for field in fields(ModelConfig)}
 ROPE_FIELDS = {*[field.name for field in fields(RopeConfig)] + [name for name in RECORD_FIELD_NAMES if name.startswith("rope_")]}
 SIZE_FIELDS = ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "seq_len", "head_dim")

@@ -18,7 +18,7 @@ from specdec.model_config import (
     YarnRopeScaling,
 )
 from specdec.quant import FP32
-from tests.tools.configs import make_config, override_full_layers
+from tests.tools.configs import GPT2, make_config, override_full_layers
 
 LLAMA_3 = Llama3RopeScaling(8.0, 1.0, 4.0, 40)  # so few positions that all three kinds of pairs occur
 
@@ -167,8 +167,8 @@ FAMILIES = {
         latent=LatentAttentionConfig(64, 16, 8, 32),
         experts=ExpertsConfig(6, 2, 20, False, (), n_groups=3, n_groups_used=1, routed_scaling_factor=1.5),
     ),
-    "gpt2": make_config(48, 96, 2, 4, 4, 105, 400, architecture="gpt2"),
-    "gpt2, odd": make_config(40, 50, 2, 5, 5, 64, 400, False, architecture="gpt2", norm_eps=1e-6),
+    "gpt2": make_config(48, 96, 2, 4, 4, 105, 400, **GPT2),
+    "gpt2, odd": make_config(40, 50, 2, 5, 5, 64, 400, False, norm_eps=1e-6, **GPT2),
 }  # fmt: skip
 
 

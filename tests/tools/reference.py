@@ -163,8 +163,6 @@ def forward(
         ]
         return np.stack([forward(prefix_config, tensors, prefix, window, round_kv)[-1] for prefix_config, prefix in prefixes])
     t = {name: tensor.astype(np.float64) if isinstance(tensor, np.ndarray) else tensor for name, tensor in tensors.items()}
-    if config.architecture == "gpt2":
-        return gpt2_forward(config, t, tokens, round_kv)
     t, n, eps = LayerTensors(t), len(tokens), config.norm_eps
 
     def project(x, c, i):
@@ -216,6 +214,8 @@ def forward(
 
     embedding, cached = t["tok_emb"], {}
     x = (embedding if isinstance(embedding, np.ndarray) else embedding.to_floats())[tokens] * config.embedding_scale
+    if config.learned_positions:
+        x = x + t["pos_emb"][:n]
     if config.per_layer_inputs:
         width = config.per_layer_inputs.dim
         inputs = matmul(x, t["inputs"]).reshape(n, config.n_layers, width) / math.sqrt(config.dim)
@@ -276,7 +276,8 @@ def xielu(t, i):
     return lambda x: np.where(x > 0, positive * x * x, negative * (np.expm1(np.minimum(x, eps)) - x)) + beta * x
 
 
-UNGATED, ACTIVATIONS = ("relu2", "xielu"), {"silu": silu, "gelu": gelu, "relu2": relu2, "gated_relu2": relu2}
+UNGATED = ("relu2", "ungated_gelu", "xielu")
+ACTIVATIONS = {"silu": silu, "gelu": gelu, "ungated_gelu": gelu, "relu2": relu2, "gated_relu2": relu2}
 
 
 def moe(x, t, i, e, routed=None, activation=silu):
@@ -387,24 +388,6 @@ def mamba2(x, t, i, m, eps):
     y = (y * silu(z)).reshape(len(x), m.n_groups, -1)
     y = rms_norm(y, t["mamba_norm"][i], eps) if m.has_norm else y
     return m.output_scale * matmul(y.reshape(len(x), -1), t["mamba_out"][i])
-
-
-def gpt2_forward(config: ModelConfig, t: dict, tokens: list[int], round_kv: Callable) -> np.ndarray:
-    """Return the logits of `forward` for GPT-2; tensors in float64."""
-    n, k = len(tokens), config.head_dim
-    x = t["tok_emb"][tokens] + t["pos_emb"][:n]
-
-    def norm(x, name, i=...):
-        return layer_norm(x, t[f"ln_{name}"][i], t[f"ln_{name}_bias"][i], config.norm_eps)
-
-    def project(x, c, i):
-        return x @ t[f"w{c}"][i].T + t[f"b{c}"][i]
-
-    for i in range(config.n_layers):
-        h = norm(x, "att", i)
-        x = x + project(attention(*(project(h, c, i).reshape(n, -1, k) for c in "qkv"), round_kv=round_kv), "o", i)
-        x = x + project(gelu(project(norm(x, "ffn", i), "1", i)), "2", i)
-    return norm(x, "final") @ (t["tok_emb"] if config.shared_classifier else t["wcls"]).T
 
 
 def probabilities(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
