@@ -124,7 +124,7 @@ def elementwise_cases(s: Sizes) -> Iterator[Case]:
         hidden = zeros(1, s.n_tokens, round_up(n, PANEL_ROWS))
         yield Case(name, kernel(hidden, both, 1), hidden[0, :, :n], expected, n_bytes=3 * gate.nbytes)
     hidden = zeros(1, s.n_tokens, round_up(n, PANEL_ROWS))
-    yield Case("gelu", activations.gelu(hidden, pad(gate)), hidden[0, :, :n], gelu, n_bytes=2 * gate.nbytes)
+    yield Case("gelu", activations.gelu(hidden, pad(gate), 1), hidden[0, :, :n], gelu, n_bytes=2 * gate.nbytes)
 
 
 def interleave_panels(first: Any, second: Any) -> Any:

@@ -81,6 +81,17 @@ def compute_norm_scale(x, row, width, dim, eps):
     return np.float32(1.0) / sqrt(total / np.float32(dim) + eps) + np.float32(0.0) * total
 
 
+@inlined
+def norm_row(out, to, x, at, weight, weight_at, n, eps):
+    """Compute out[to + k] = weight[weight_at + k] x[at + k] / sqrt(mean(x^2) + eps) for k < n; indexes are flat."""
+    scale = compute_norm_scale(x, at, n, n, eps)
+    whole = n // LANES * LANES
+    for k in range(0, whole, LANES):
+        store(out, to + k, mul(load(weight, weight_at + k), mul(load(x, at + k), splat(scale))))
+    for k in range(whole, n):
+        store_item(out, to + k, load_item(weight, weight_at + k) * (load_item(x, at + k) * scale))
+
+
 class RMSNormArgs(NamedTuple):
     """Arguments of the kernel `rms_norm`.
 
@@ -304,15 +315,10 @@ def head_norm(run: ForwardContext, thread: int, p: HeadNormArgs) -> None:
     """Normalize each attention head in place by `rms_norm` with one weight (K,), for this chunk's share of whole heads."""
     x, unit, base, n_heads, head_dim, weight, eps = p
     first, last = get_chunk_rows(run, x.shape[1], unit, base, n_heads * head_dim)
-    whole = head_dim // LANES * LANES
     for t in range(run.n_tokens):
         for head in range(first, last, head_dim):
             at = t * x.shape[1] + base + head
-            scale = compute_norm_scale(x, at, head_dim, head_dim, eps)
-            for k in range(0, whole, LANES):
-                store(x, at + k, mul(load(weight, k), mul(load(x, at + k), splat(scale))))
-            for k in range(whole, head_dim):
-                x[t, base + head + k] = weight[k] * (x[t, base + head + k] * scale)
+            norm_row(x, at, x, at, weight, 0, head_dim, eps)
 
 
 @compiled

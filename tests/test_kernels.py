@@ -33,7 +33,7 @@ def test_gelu_is_accurate_near_zero_and_far_from_it():
     """Compared with float64, to the last bits, where 1 + tanh would cancel."""
     x = np.concatenate([np.linspace(-12, 12, 4096), np.logspace(-30, 20, 2048), -np.logspace(-30, 0.7, 2048)]).astype(np.float32)
     x, out = x.reshape(8, -1), zeros(1, 8, 1024)
-    run(gelu(out, np.ascontiguousarray(x)), 8)
+    run(gelu(out, np.ascontiguousarray(x), 1), 8)
     wide = x.astype(np.float64)
     with np.errstate(over="ignore"):
         exact = wide / (1 + np.exp(-2 * np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)))
@@ -121,7 +121,7 @@ def test_softcap_limits_logits_and_keeps_nonfinite_ones(n_threads):
 def test_gelu_keeps_nonfinite_values():
     x, out = zeros(1, 32), zeros(1, 1, 32)
     x[0, :3] = np.nan, np.inf, -np.inf
-    run(gelu(out, x), 1)
+    run(gelu(out, x, 1), 1)
     assert not np.isfinite(out[0, 0, :3]).any() and (out[0, 0, 3:] == 0).all()
 
 

@@ -36,6 +36,6 @@ def compile_passes(
     operations: dict[Kernel, None] = {}
     for outline in outlines:
         buffers = architecture.make_buffers(config, outline, sizes, Allocator(is_plan=True))
-        program = architecture.program(config, outline, buffers).assemble({})
+        program = architecture.program(config, outline, buffers)
         operations |= dict.fromkeys(op.kernel for phase in program for op in phase)
     return compile_ahead([*operations], [KV_FORMATS[kv].attention.name, "sampling.compile_draw"])

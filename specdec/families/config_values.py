@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from specdec.argument_checks import CheckpointError, JSONDict, JSONObject, format_json_value
+from specdec.argument_checks import MIN_SCALE, CheckpointError, JSONDict, JSONObject, format_json_value
 
 MAX_SIZE = 2**31 - 1
 MAX_DIM = 1 << 20  # limit of dimensions for which lists are made before tensor shapes are checked
@@ -79,6 +79,10 @@ class ConfigValues:
         if type(value) not in (int, float) or not min_value <= value <= max_value:
             raise self.make_error(key, f"a number from {min_value:g} to {max_value:g}")
         return float(value)
+
+    def get_scale(self, key: str, default: float | None = None) -> float:
+        """Return the value of a key as a factor, neither huge nor tiny, or the default if missing. Raises CheckpointError."""
+        return self.get_float(key, MIN_SCALE, 1 / MIN_SCALE, default)
 
     def get_bool(self, key: str, default: bool | None = None) -> bool:
         """Return the value of a key as a boolean, or the default if the key is missing. Raises CheckpointError."""

@@ -74,7 +74,7 @@ def parse_mamba(values: ConfigValues, scale: float, output_scale: float) -> Mamb
 def parse_config(values: ConfigValues) -> ModelConfig:
     """Build the `ModelConfig` of a Falcon-H1 model from the keys of config.json."""
     hf.reject_biases(values)
-    scales = {key: values.get_float(key, MIN_SCALE, 1 / MIN_SCALE) for key in MULTIPLIER_KEYS}
+    scales = {key: values.get_scale(key) for key in MULTIPLIER_KEYS}
     before, behind = scales["attention_in_multiplier"], scales["attention_out_multiplier"]
     attention = hf.parse_attention(values, projection_scales=(before, before * scales["key_multiplier"], before * behind))
     mamba = parse_mamba(values, scales["ssm_in_multiplier"], scales["ssm_out_multiplier"])

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec.argument_checks import MIN_SCALE, JSONDict
+from specdec.argument_checks import JSONDict
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
 from specdec.families import tensor_specs as specs
@@ -52,7 +52,7 @@ def parse_config(values: ConfigValues) -> ModelConfig:
     full = hf.get_full_attention_layers(values, n_layers, "sliding_window_pattern")
     window = values.get_int("sliding_window") if len(full) < n_layers else 0
     local, full_rope = _parse_ropes(values, head_dim)
-    scale = compute_score_scale(head_dim, values.get_float("query_pre_attn_scalar", MIN_SCALE, 1 / MIN_SCALE))
+    scale = compute_score_scale(head_dim, values.get_scale("query_pre_attn_scalar"))
     return _make_config(sizes, AttentionConfig(local, window=window, qk_norm=True, scale=scale), full_rope, full)
 
 
@@ -74,7 +74,7 @@ def compute_gguf_score_scale(metadata: GGUFMetadata, head_dim: int) -> float:
 
 
 def _make_config(sizes: Mapping[str, Any], sliding: AttentionConfig, full_rope: RopeConfig, full: Collection[int]) -> ModelConfig:
-    """Build the `ModelConfig` of a Gemma 3 model.
+    """Build the `ModelConfig` of a Gemma 2 or Gemma 3 model.
 
     Args:
         sizes: Other fields of `ModelConfig`; the embedding scale follows from dim.
@@ -117,10 +117,8 @@ def parse_gemma2_config(values: ConfigValues) -> ModelConfig:
     values.require("use_bidirectional_attention", None, False)
     sizes = hf.parse_base_fields(values, "hidden_activation", hf.GELU_TANH)
     full = hf.get_full_attention_layers(values, sizes["n_layers"], GEMMA2_FULL_ATTENTION_INTERVAL)
-    scale = compute_score_scale(sizes["head_dim"], values.get_float("query_pre_attn_scalar", MIN_SCALE, 1 / MIN_SCALE))
-    softcap, logit_softcap = (
-        values.get_float(key, MIN_SCALE, 1 / MIN_SCALE, 0.0) for key in (SCORE_SOFTCAP_KEY, LOGIT_SOFTCAP_KEY)
-    )
+    scale = compute_score_scale(sizes["head_dim"], values.get_scale("query_pre_attn_scalar"))
+    softcap, logit_softcap = (values.get_scale(key, 0.0) for key in (SCORE_SOFTCAP_KEY, LOGIT_SOFTCAP_KEY))
     window = values.get_int("sliding_window") if len(full) < sizes["n_layers"] else 0
     attention = hf.parse_attention(values, window=window, scale=scale, softcap=softcap)
     return _make_config(sizes | {"logit_softcap": logit_softcap}, attention, attention.rope, full)
@@ -129,9 +127,7 @@ def parse_gemma2_config(values: ConfigValues) -> ModelConfig:
 def parse_gemma2_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
     """Build the `ModelConfig` of a Gemma 2 model from a GGUF file's metadata, which lacks the scales of embeddings and scores."""
     window = metadata.get_int(gguf.SLIDING_WINDOW_KEY, GEMMA2_WINDOW)
-    softcap, logit_softcap = (
-        metadata.get_float(key, MIN_SCALE, 1 / MIN_SCALE, GEMMA2_DEFAULTS[key]) for key in (SCORE_SOFTCAP_KEY, LOGIT_SOFTCAP_KEY)
-    )
+    softcap, logit_softcap = (metadata.get_scale(key, GEMMA2_DEFAULTS[key]) for key in (SCORE_SOFTCAP_KEY, LOGIT_SOFTCAP_KEY))
     sizes = gguf.parse_base_fields(metadata, has_biases=False, window=window, softcap=softcap)
     attention, full = sizes["attention"], gguf.get_full_attention_layers(metadata, GEMMA2_FULL_ATTENTION_INTERVAL)
     local = replace(attention.rope, theta=metadata.get_float("rope.freq_base_swa", 1, MAX_THETA, attention.rope.theta))

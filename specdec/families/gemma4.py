@@ -102,7 +102,7 @@ def parse_config(values: ConfigValues) -> ModelConfig:
         layer_scale=True,
         experts=hf.parse_experts(values, "moe_intermediate_size",
         has_parallel_mlp=True) if values.get_bool("enable_moe_block") else None,
-        logit_softcap=values.get_float(LOGIT_SOFTCAP_KEY, MIN_SCALE, 1 / MIN_SCALE, 0.0),
+        logit_softcap=values.get_scale(LOGIT_SOFTCAP_KEY, 0.0),
     )  # fmt: skip
 
 
@@ -177,9 +177,7 @@ def _parse_ropes(values: ConfigValues, head_dim: int) -> tuple[RopeConfig, RopeC
     local.require("partial_rotary_factor", None, 1)
     full_rope.require("rope_type", "proportional")
     n_rotated_pairs = int(full_rope.get_float("partial_rotary_factor", 0, 1) * head_dim // 2)
-    freq_factors = make_proportional_divisors(
-        n_rotated_pairs, head_dim // 2, full_rope.get_float("factor", MIN_SCALE, 1 / MIN_SCALE)
-    )
+    freq_factors = make_proportional_divisors(n_rotated_pairs, head_dim // 2, full_rope.get_scale("factor"))
     thetas = (each.get_float("rope_theta", 1, MAX_THETA) for each in (local, full_rope))
     return RopeConfig(next(thetas)), RopeConfig(next(thetas), freq_factors=freq_factors)
 

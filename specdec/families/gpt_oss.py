@@ -56,7 +56,7 @@ def parse_config(values: ConfigValues) -> ModelConfig:
     full = hf.get_full_attention_layers(values, n_layers, 2)
     experts = hf.parse_experts(
         values, "intermediate_size", "num_local_experts",
-        swiglu_limit=values.get_float("swiglu_limit", MIN_SCALE, 1 / MIN_SCALE),
+        swiglu_limit=values.get_scale("swiglu_limit"),
         swiglu_alpha=values.get_float("swiglu_alpha", 0, 1 / MIN_SCALE),
     )  # fmt: skip
     window = values.get_int("sliding_window") if len(full) < n_layers else 0

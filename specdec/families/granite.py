@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from specdec.argument_checks import MIN_SCALE, JSONDict
+from specdec.argument_checks import JSONDict
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
 from specdec.families import tensor_specs as specs
@@ -49,8 +49,8 @@ def parse_scaled_fields(values: ConfigValues, **more: Any) -> JSONDict:
         values: The keys of config.json.
         more: Other fields of `AttentionConfig`.
     """
-    scales = {name: values.get_float(key, MIN_SCALE, 1 / MIN_SCALE) for name, key in SCALE_KEYS.items()}
-    attention = hf.parse_attention(values, scale=values.get_float(SCORE_SCALE_KEY, MIN_SCALE, 1 / MIN_SCALE), **more)
+    scales = {name: values.get_scale(key) for name, key in SCALE_KEYS.items()}
+    attention = hf.parse_attention(values, scale=values.get_scale(SCORE_SCALE_KEY), **more)
     return hf.parse_base_fields(values) | scales | {"attention": attention}
 
 
@@ -102,7 +102,7 @@ def parse_gguf_config(metadata: GGUFMetadata, n_kv_heads: int | None = None) -> 
     """
 
     def get_scale(key: str, default: float) -> float:
-        return metadata.get_float(key, MIN_SCALE, 1 / MIN_SCALE) if metadata[key] not in (None, 0) else default
+        return metadata.get_scale(key) if metadata[key] not in (None, 0) else default
 
     score_scale, has_rope = get_scale(GGUF_SCORE_SCALE_KEY, 0.0), metadata.get_bool("rope.scaling.finetuned", True)
     fields = gguf.parse_base_fields(metadata, n_kv_heads=n_kv_heads, scale=score_scale, has_rope=has_rope)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec.argument_checks import MIN_SCALE, JSONDict, JSONObject
+from specdec.argument_checks import JSONDict, JSONObject
 from specdec.families import tensor_specs as specs
 from specdec.families.config_values import MAX_DIM, ConfigValues, check_neutral_values
 from specdec.families.family import HFFamily
@@ -363,7 +363,7 @@ def _parse_yarn(rope: RopeConfig, values: ConfigValues, rope_values: ConfigValue
     if scaling.beta_fast < scaling.beta_slow:
         raise rope_values.make_error("beta_fast", f"beta_slow, {scaling.beta_slow:g}, or more")
     if rope_values["attention_factor"] is not None:
-        scale = rope_values.get_float("attention_factor", MIN_SCALE, 1 / MIN_SCALE)
+        scale = rope_values.get_scale("attention_factor")
     else:
         mscales = [rope_values.get_float(key, 0, 1e6, 0.0) for key in ("mscale", "mscale_all_dim")]
         scale = (

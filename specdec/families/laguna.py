@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from specdec.argument_checks import MIN_SCALE
 from specdec.families import deepseek
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
@@ -74,7 +73,7 @@ def parse_config(values: ConfigValues) -> ModelConfig:
     experts = hf.parse_experts(
         values, "moe_intermediate_size", dense_layers=tuple(dense_layers), **EXPERTS_FIELDS,
         shared_hidden_dim=values.get_int("shared_expert_intermediate_size"),
-        routed_scaling_factor=values.get_float("moe_routed_scaling_factor", MIN_SCALE, 1 / MIN_SCALE),
+        routed_scaling_factor=values.get_scale("moe_routed_scaling_factor"),
     )  # fmt: skip
     return _make_config(sizes | {"experts": experts}, attention, sliding, full, heads)
 
@@ -110,7 +109,7 @@ def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
     )
     attention: AttentionConfig = sizes["attention"]
     if attention.rope.scaling and gguf.YARN_SCALE_KEY in metadata:
-        factor = metadata.get_float(gguf.YARN_SCALE_KEY, MIN_SCALE, 1 / MIN_SCALE)
+        factor = metadata.get_scale(gguf.YARN_SCALE_KEY)
         attention = replace(attention, rope=replace(attention.rope, attention_factor=factor))
     sliding, full = attention, {*range(n_layers)}
     if window := metadata.get_count(gguf.SLIDING_WINDOW_KEY):

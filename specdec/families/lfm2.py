@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from specdec.argument_checks import MIN_SCALE
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
 from specdec.families import tensor_specs as specs
@@ -66,7 +65,7 @@ def parse_moe_config(values: ConfigValues) -> ModelConfig:
     experts = hf.parse_experts(
         values, "moe_intermediate_size", norm_topk_prob=values.get_bool("norm_topk_prob"), dense_layers=(*range(dense),),
         is_sigmoid=True, has_selection_bias=values.get_bool("use_expert_bias"),
-        routed_scaling_factor=values.get_float("routed_scaling_factor", MIN_SCALE, 1 / MIN_SCALE),
+        routed_scaling_factor=values.get_scale("routed_scaling_factor"),
     )  # fmt: skip
     return replace(parse_config(values), experts=experts)
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from specdec.argument_checks import MIN_SCALE
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
 from specdec.families.config_values import ConfigValues
@@ -22,14 +21,14 @@ def parse_config(values: ConfigValues) -> ModelConfig:
     """Build the `ModelConfig` of a MiniCPM model from the keys of config.json."""
     hf.reject_biases(values)
     fields = hf.parse_base_fields(values)
-    embedding, depth, base = (values.get_float(key, MIN_SCALE, 1 / MIN_SCALE) for key in SCALE_KEYS)
+    embedding, depth, base = (values.get_scale(key) for key in SCALE_KEYS)
     residual, divisor = depth / float(np.sqrt(np.float64(fields["n_layers"]))), fields["dim"] / base
     return _make_config(fields | {"attention": hf.parse_attention(values)}, embedding, residual, divisor)
 
 
 def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
     """Build the `ModelConfig` of a MiniCPM model from a GGUF file's metadata, which must have the scales."""
-    scales = (metadata.get_float(key, MIN_SCALE, 1 / MIN_SCALE) for key in GGUF_SCALE_KEYS)
+    scales = (metadata.get_scale(key) for key in GGUF_SCALE_KEYS)
     return _make_config(gguf.parse_base_fields(metadata), *scales)
 
 

@@ -47,7 +47,7 @@ def parse_config(values: ConfigValues) -> ModelConfig:
         unrotated = {i for i, theta in enumerate(thetas) if theta == 0}
     attention = hf.parse_attention(
         values, hf.parse_rope(values, rope), qk_norm="plain", gate=True,
-        plain_query_scale=values.get_float("qk_scale_factor", MIN_SCALE, 1 / MIN_SCALE),
+        plain_query_scale=values.get_scale("qk_scale_factor"),
     )  # fmt: skip
     window = values.get_int("sliding_window") if len(full) < n_layers else 0
     layers = [
@@ -58,13 +58,13 @@ def parse_config(values: ConfigValues) -> ModelConfig:
         **sizes, **BLOCK_FIELDS, attention=attention, layers=tuple(layers),
         post_norm_eps=values.get_float("post_norm_eps", 0, 1),
         logit_divisor=_compute_logit_divisor(values, "output_multiplier"),
-        logit_softcap=values.get_float(LOGIT_SOFTCAP_KEY, MIN_SCALE, 1 / MIN_SCALE),
+        logit_softcap=values.get_scale(LOGIT_SOFTCAP_KEY),
     )  # fmt: skip
 
 
 def _compute_logit_divisor(values: ConfigValues, key: str) -> float:
     """Return the divisor of logits from their factor, the value of a key. Raises CheckpointError."""
-    return 1 / float(np.float32(values.get_float(key, MIN_SCALE, 1 / MIN_SCALE)))
+    return 1 / float(np.float32(values.get_scale(key)))
 
 
 def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:

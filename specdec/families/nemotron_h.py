@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from specdec.argument_checks import MIN_SCALE
 from specdec.families import gguf_common as gguf
 from specdec.families import hf_common as hf
 from specdec.families import tensor_specs as specs
@@ -135,7 +134,7 @@ def parse_experts(values: ConfigValues, types: Sequence[str]) -> ExpertsConfig:
         dense_layers=find_other_layers(types),
         is_sigmoid=True,
         has_selection_bias=True,
-        routed_scaling_factor=values.get_float("routed_scaling_factor", MIN_SCALE, 1 / MIN_SCALE),
+        routed_scaling_factor=values.get_scale("routed_scaling_factor"),
         shared_hidden_dim=values.get_int("moe_shared_expert_intermediate_size"),
         sum_eps=SUM_EPS,
     )

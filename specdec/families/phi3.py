@@ -62,7 +62,7 @@ def _parse_rope(values: ConfigValues) -> RopeConfig:
     short, long = (get_longrope_factors(rope_values, key, rotary_dim // 2) for key in ("short_factor", "long_factor"))
     factor = rope_values.get_float("factor", 0, 1e6, n_positions / original)
     if rope_values["attention_factor"] is not None:
-        attention_factor = rope_values.get_float("attention_factor", MIN_SCALE, 1 / MIN_SCALE)
+        attention_factor = rope_values.get_scale("attention_factor")
     elif original == 1 and factor > 1:
         raise values.make_error("original_max_position_embeddings", "2 or more")
     else:
@@ -111,7 +111,7 @@ def parse_gguf_config(metadata: GGUFMetadata) -> ModelConfig:
     config = gguf.parse_config(metadata, has_partial_rope=True, window=window if window < n_positions else 0)
     rope = config.rope
     if metadata[gguf.ATTENTION_FACTOR_KEY] not in (None, 0):
-        factor = metadata.get_float(gguf.ATTENTION_FACTOR_KEY, MIN_SCALE, 1 / MIN_SCALE)
+        factor = metadata.get_scale(gguf.ATTENTION_FACTOR_KEY)
         rope = replace(rope, attention_factor=float(np.float32(factor)))
     if SHORT_FACTORS in metadata.tensors or LONG_FACTORS in metadata.tensors:
         n_pairs = config.rotary_dim // 2
@@ -138,7 +138,7 @@ def _parse_moe_rope(values: ConfigValues) -> RopeConfig:
     if rope_values["rope_type"] == "default":
         return hf.parse_rope(values, rope_values)
     rope_values.require("rope_type", *LONGROPE_TYPES[:2])
-    short_mscale, long_mscale = (rope_values.get_float(key, MIN_SCALE, 1 / MIN_SCALE) for key in MSCALE_KEYS)
+    short_mscale, long_mscale = (rope_values.get_scale(key) for key in MSCALE_KEYS)
     if short_mscale != long_mscale:
         raise rope_values.make_error(MSCALE_KEYS[1], f"{short_mscale}, the {MSCALE_KEYS[0]}")
     n_pairs = hf.get_head_dim(values) // 2

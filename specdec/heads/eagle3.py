@@ -127,7 +127,7 @@ class Eagle3(HeadArchitecture):
         n_taps, width = get_feature_shape(config)
         tapped, norms = b.taps, list[Op]()
         if get_head_config(config).fc_norm:
-            tapped = b.new.share(Eagle3).rows(pad((n_taps - 1) * width + pad(width)), b.n_threads)
+            tapped = b.new.share(Eagle3).rows(pad((n_taps - 1) * width + pad(width)), b.sizes.n_threads)
             for i in range(n_taps):
                 weight = weights.vectors[f"fc_norm.{i}"]
                 norms.append(rms_norm(tapped, b.taps[i : i + 1], weight, width, config.norm_eps, False, i * width))

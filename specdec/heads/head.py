@@ -5,7 +5,7 @@ Shapes: H width of the target's hidden states, N hidden states per feature, R ro
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,7 +20,6 @@ from specdec.model.model import KVFormatName, Model
 from specdec.model.vocab_mapper import VocabMapper
 from specdec.model_config import ModelConfig
 from specdec.runtime.op_program import Executor
-from specdec.runtime.parallel_region import rebuild
 from specdec.runtime.simd import Float32, Int64
 
 if TYPE_CHECKING:
@@ -83,16 +82,9 @@ class Head(Model):
         kv = kv if isinstance(architecture, HeadArchitecture) else target.kv  # others read the target's KV cache
         super().__init__(full, Weights(self._own_config_and_weights[1].matrices | borrowed, vectors), n_threads, n_positions, kv)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        """Return what pickle needs to rebuild the head with its own weights and its target."""
-        named = {"n_threads": self.max_threads, "n_positions": self.n_positions, "kv": self.kv}
-        return rebuild, (type(self), (*self._own_config_and_weights, self.target, self.target_ids), named)
-
-    def with_capacity(self, n_positions: int) -> "Head":
-        """Return a draft head with the same weights and target, for sequences of n_positions tokens."""
-        head = type(self)(*self._own_config_and_weights, self.target, self.target_ids, self.max_threads, n_positions, self.kv)
-        head.n_threads = self.n_threads
-        return head
+    def _get_parts(self) -> tuple[Any, ...]:
+        """Return the arguments of the constructor other than options."""
+        return *self._own_config_and_weights, self.target, self.target_ids
 
     @property
     def n_shared_tokens(self) -> int:

@@ -138,7 +138,7 @@ class SharedKVHeadCache(HeadCache):
         model, target = self.model, self.head.target
         buffers = require_type(model.grow_buffers(target_buffers.sizes.n_positions, 0, None), AssistantBuffers)
         buffers.share_kv(model.config, target.config, target_buffers)
-        program = model.architecture.program(model.config, model.weights, buffers).assemble({})
+        program = model.architecture.program(model.config, model.weights, buffers)
         executor, candidates = Executor(program), self._make_candidate_classifier(buffers)
         # the fields change together, after everything that may fail
         self._target_buffers, self._executor, self._buffers = target_buffers, executor, buffers

@@ -262,10 +262,8 @@ def add_parallel_branches(run: ForwardContext, thread: int, p: ParallelBranchesA
     if run.is_first_chunk != 0:
         for t in range(run.n_tokens):
             row, target = t * width, (thread * p.out.shape[1] + t) * width
-            scale_a, scale_b = (
-                splat(compute_norm_scale(p.a, row, width, p.dim, p.eps)),
-                splat(compute_norm_scale(p.b, row, width, p.dim, p.eps)),
-            )
+            scale_a = splat(compute_norm_scale(p.a, row, width, p.dim, p.eps))
+            scale_b = splat(compute_norm_scale(p.b, row, width, p.dim, p.eps))
             for i in range(0, width, LANES):
                 first = mul(load(p.weight_a, i), mul(load(p.a, row + i), scale_a))
                 store(p.out, target + i, fma(load(p.weight_b, i), mul(load(p.b, row + i), scale_b), first))

@@ -4,37 +4,22 @@ Shapes: T tokens of this pass, D dim, L layers, V vocab.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import ClassVar, NamedTuple
+from types import MappingProxyType
+from typing import ClassVar
 
 import numpy as np
 
 from specdec.kernels import MAX_BATCH_TOKENS, copy_rows
 from specdec.layers.buffers import Allocator, Buffers, BufferSizes, LayerBuffers, RopeTables, pad
-from specdec.layers.weights import Plans, Shapes, Tensors, WeightPlan, Weights
+from specdec.layers.weights import TOKEN_TABLE, Plans, Shapes, Tensors, WeightPlan, Weights
 from specdec.model_config import ModelConfig
 from specdec.quant import WeightFormat
 from specdec.runtime.op_program import Executor, Op, Program
 from specdec.runtime.simd import MAX_TILE_TOKENS, Float32
 
-
-class ForwardProgram(NamedTuple):
-    """A forward pass in parts: embed makes the residual stream x of tokens, each layer updates x, classify makes logits of x."""
-
-    embed: Program
-    layers: Sequence[Program]
-    classify: Program
-
-    def assemble(self, before: Mapping[int, Program]) -> Program:
-        """Return the parts joined to one program, with extra programs inserted.
-
-        Args:
-            before: Program to run in front of the layer of each index; the index n_layers or n_layers + 1 stands for the place
-                between the last layer and classify.
-        """
-        layers = enumerate([*self.layers, [], []])
-        return [*self.embed, *(phase for i, layer in layers for phase in (*before.get(i, []), *layer)), *self.classify]
+NOTHING: Mapping[int, Program] = MappingProxyType({})
 
 
 class Architecture(ABC):
@@ -61,10 +46,6 @@ class Architecture(ABC):
     def plans(self, config: ModelConfig) -> Plans:
         """Return the matrices and vectors to pack out of the tensors, by name; includes "embedding" and "classifier"."""
 
-    def get_table(self, config: ModelConfig) -> str:
-        """Return the name of the tensor with a row for each token that stays in its file, or "" if there is none."""
-        return ""
-
     @abstractmethod
     def allocate_layers(self, config: ModelConfig, b: Buffers) -> None:
         """Fill b.layers with what the layers keep between passes, and with their RoPE tables."""
@@ -85,16 +66,26 @@ class Architecture(ABC):
     def final_norm(self, config: ModelConfig, weights: Weights, b: Buffers) -> Op:
         """Return the op that writes the last norm of x, of all tokens, to b.normed."""
 
-    def program(self, config: ModelConfig, weights: Weights, b: Buffers) -> ForwardProgram:
-        """Return the forward pass over weights and buffers."""
-        embed, layers = self.embed(config, weights, b), self.layers(config, weights, b)
-        return ForwardProgram(embed, layers, self.classify(config, weights, b))
+    def program(self, config: ModelConfig, weights: Weights, b: Buffers, before: Mapping[int, Program] = NOTHING) -> Program:
+        """Return the forward pass over weights and buffers: embed, then each layer, then classify.
+
+        Args:
+            config: The model's config.
+            weights: The model's weights.
+            b: The model's buffers.
+            before: Program to run in front of the layer of each index; the index n_layers or n_layers + 1 stands for the place
+                between the last layer and classify.
+        """
+        program = [*self.embed(config, weights, b)]
+        for i, layer in enumerate([*self.layers(config, weights, b), [], []]):
+            program += [*before.get(i, []), *layer]
+        return [*program, *self.classify(config, weights, b)]
 
     # Weights
 
     def plan_weights(self, config: ModelConfig, tensors: Tensors, weight_format: WeightFormat | None = None) -> WeightPlan:
         """Return the plan of a model's weights, made of tensors in the shapes of `shapes`; see `WeightPlan`."""
-        return WeightPlan(self.plans(config), tensors, weight_format, self.get_table(config))
+        return WeightPlan(self.plans(config), tensors, weight_format, TOKEN_TABLE if config.per_layer_inputs else "")
 
     def pack(
         self,
@@ -153,7 +144,6 @@ class Architecture(ABC):
         executors = []
         for rope in ropes:
             own = replace(b, layers=[replace(layer, rope=rope or layer.rope) for layer in b.layers])
-            program = self.program(config, weights, own).assemble(copies)
-            executors.append(Executor(program, own_arrays, b.new.token_arrays))
+            executors.append(Executor(self.program(config, weights, own, copies), own_arrays, b.new.token_arrays))
         known[key] = [executor.without_sequence_arrays() for executor in executors]
         return executors

@@ -20,7 +20,7 @@ from specdec.layers.buffers import Allocator, BufferSizes, KVState, LayerBuffers
 from specdec.layers.weights import FusedNames, FusedTensors, Shapes
 from specdec.model_config import ModelConfig
 from specdec.quant.packed_matrix import count_panels
-from specdec.runtime.op_program import Op, Program
+from specdec.runtime.op_program import Kernel, Op, Program
 from specdec.runtime.simd import MAX_TILE_TOKENS, PANEL_ROWS, Float32, ceil_div
 
 SUB_NORM = "att_sub_norm"
@@ -75,7 +75,7 @@ class Attention(Block):
         config = self.config
         qkv, heads = self.make_rows("qkv"), self.new.rows(pad(config.output_dim), 1)
         is_whole_norm = config.attention.qk_norm == "whole"
-        is_per_head = not is_whole_norm and (config.attention.qk_norm or self.b.kv_format.is_scaled)
+        is_per_head = not is_whole_norm and (config.attention.qk_norm or self.b.sizes.kv.is_scaled)
         unit, n_panels = _get_panels_per_unit(config) if is_per_head else 1, sum(map(count_panels, _get_qkv_rows(config)))
         # qkv matmul, head norms, RoPE, writes to the KV cache
         matmul = [*before, *self.matmul("qkv", qkv, source, unit)]
@@ -95,7 +95,8 @@ class Attention(Block):
         elif config.attention.gate:
             gate_ops.append(gate_heads(heads, qkv, gate_row, config.q_dim))
         gate_phases = [gate_ops] if gate_ops else []
-        phases = [*phases, [self._make_attention_op(heads, qkv)], *gate_phases]
+        attention = make_attention_op(self, self.b.sizes.kv.attention, heads, qkv, self.kv.values.shape[1] * PANEL_ROWS)
+        phases = [*phases, [attention], *gate_phases]
         if config.sub_norms:
             return [*phases, *self.add_normed_residual("wo", heads, SUB_NORM, config.q_dim)]
         return [*phases, *self.add_residual("wo", heads, "bo")]
@@ -115,7 +116,7 @@ class Attention(Block):
         ops = rope_ops + norm_ops if config.attention.qk_norm == "rotated" else norm_ops + rope_ops
         if not has_kv:
             return ops
-        kv, kv_format = self.kv, self.b.kv_format
+        kv, kv_format = self.kv, self.b.sizes.kv
         if config.attention.value_norm:
             ones = np.ones(pad(config.head_dim), np.float32)
             ops.insert(0, head_norm(qkv, unit, v_row, config.n_kv_heads, config.head_dim, ones, config.norm_eps))
@@ -133,16 +134,25 @@ class Attention(Block):
         assert tables
         return rope(qkv, unit, first, end - first, *tables, self.b.depths, self.config.head_dim)
 
-    def _make_attention_op(self, heads: Float32, qkv: Float32) -> Op:
-        """Return the op of heads = softmax attention of each query head over the cached positions that a token sees."""
-        config, b, kv = self.config, self.b, self.kv
-        scale = np.float32(config.softmax_scale)
-        no_sinks = np.full(config.n_heads, -np.inf, np.float32)
-        sinks = self.vector("sinks") / scale if config.attention.sinks else no_sinks  # the kernel multiplies them by scale
-        mixed = self.new.scratch(b.n_threads, MAX_TILE_TOKENS, kv.values.shape[1] * PANEL_ROWS)
-        numbers = config.n_heads, config.attention_window, config.softmax_scale, config.attention.softcap
-        op = b.kv_format.attention(heads, qkv, *kv, b.scores, mixed, b.depths, b.paths, sinks, *numbers)
-        return op._replace(bytes_per_slot=count_bytes_per_slot(kv))
+
+def make_attention_op(block: Block, kernel: Kernel, out: Float32, queries: Float32, width: int) -> Op:
+    """Return the op of out = softmax attention of each query head over the cached positions that a token sees.
+
+    Args:
+        block: The block, which has the KV cache.
+        kernel: An attention kernel for the cache's format.
+        out: See `AttentionArgs`.
+        queries: See `AttentionArgs`.
+        width: Number of columns that the kernel mixes.
+    """
+    config, b, kv = block.config, block.b, block.kv
+    scale = np.float32(config.softmax_scale)
+    no_sinks = np.full(config.n_heads, -np.inf, np.float32)
+    sinks = block.vector("sinks") / scale if config.attention.sinks else no_sinks  # the kernel multiplies them by scale
+    mixed = block.new.scratch(b.sizes.n_threads, MAX_TILE_TOKENS, width)
+    numbers = config.n_heads, config.attention_window, config.softmax_scale, config.attention.softcap
+    op = kernel(out, queries, *kv, b.scores, mixed, b.depths, b.paths, sinks, *numbers)
+    return op._replace(bytes_per_slot=int((kv.keys.nbytes + kv.values.nbytes) // kv.values.shape[2]))
 
 
 def make_kv_state(config: ModelConfig, sizes: BufferSizes, new: Allocator) -> KVState:
@@ -158,11 +168,6 @@ def make_scales(sizes: BufferSizes, new: Allocator, n_heads: int) -> Float32:
     if sizes.kv.is_scaled:
         return new.sequence(n_heads, sizes.n_positions, positions_axis=1)
     return np.zeros((n_heads, 0), np.float32)
-
-
-def count_bytes_per_slot(kv: KVState) -> int:
-    """Return the bytes of the keys and values of a position in one layer, without scales."""
-    return int((kv.keys.nbytes + kv.values.nbytes) // kv.values.shape[2])
 
 
 def _get_kv_tensors(config: ModelConfig) -> tuple[str, ...]:

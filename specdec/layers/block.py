@@ -100,7 +100,7 @@ class Block(ABC):
 
     def make_scratch(self, matrix: str) -> Float32:
         """Return scratch for another matmul of a phase that has one already, since the chunks of a thread share scratch."""
-        return self.new.rows(self.matrix(matrix).scratch_words, self.b.n_threads)
+        return self.new.rows(self.matrix(matrix).scratch_words, self.b.sizes.n_threads)
 
     def norm(self) -> Op:
         """Return the op that norms x with the weights of the norm before the block."""
@@ -130,7 +130,7 @@ class Block(ABC):
     def add_normed_residual(self, matrix: str, source: Float32, name: str, dim: int) -> Program:
         """Return the program of x += matrix rmsnorm(source), with the norm weights `name`; source (1, T, dim padded)."""
         b = self.b
-        normed = self.new.rows(source.shape[2], b.n_threads)
+        normed = self.new.rows(source.shape[2], b.sizes.n_threads)
         norm_op = rms_norm(normed, source, self.vector(name), dim, self.config.norm_eps, 0, 0)
         return [[norm_op, self.matrix(matrix).matmul(b.x[0], normed, b.scratch, accumulate=True)]]
 

@@ -284,16 +284,6 @@ class Buffers:
     layer_inputs: LayerInputs | None = None
 
     @property
-    def kv_format(self) -> KVFormat:
-        """Format of the KV cache."""
-        return self.sizes.kv
-
-    @property
-    def n_threads(self) -> int:
-        """Number of threads of a pass."""
-        return self.sizes.n_threads
-
-    @property
     def scratch(self) -> Float32:
         """Scratch of a matrix with one shard."""
         return self.scratches[0]

@@ -13,7 +13,7 @@ from specdec.layers.weights import FusedNames, FusedTensors, Shapes
 from specdec.mixer_config import DeltaNetConfig
 from specdec.model_config import ModelConfig, require_type
 from specdec.runtime.op_program import Program
-from specdec.runtime.simd import PANEL_ROWS
+from specdec.runtime.simd import PANEL_ROWS, round_up
 
 
 class DeltaNet(Block):
@@ -45,11 +45,11 @@ class DeltaNet(Block):
     def allocate(cls, config: ModelConfig, sizes: BufferSizes, new: Allocator, layer: LayerBuffers) -> None:
         """Make the ring of the convolution's inputs, and the state that `DeltaNetArgs` describes."""
         d = require_type(config.mixer, DeltaNetConfig)
-        width, heads = pad(d.value_head_dim), d.n_value_heads
+        width, n_keys, heads = pad(d.value_head_dim), round_up(d.key_head_dim, 4), d.n_value_heads
         scan = ScanState(
-            new.sequence(2, heads * (width // PANEL_ROWS), d.key_head_dim, PANEL_ROWS),
+            new.sequence(2, heads * (width // PANEL_ROWS), n_keys, PANEL_ROWS),
             new.sequence(heads, 2, dtype=np.int64),
-            new.sequence(heads, RING_SLOTS, d.key_head_dim),
+            new.sequence(heads, RING_SLOTS, n_keys),
             new.sequence(heads, RING_SLOTS, width),
             new.sequence(heads, RING_SLOTS),
         )
@@ -57,14 +57,15 @@ class DeltaNet(Block):
 
     def ops(self) -> Program:
         """Return the block's program."""
-        d, new, n_threads = require_type(self.config.mixer, DeltaNetConfig), self.new, self.b.n_threads
+        d, new, n_threads = require_type(self.config.mixer, DeltaNetConfig), self.new, self.b.sizes.n_threads
         (source, before), (inputs, scan) = self.prepare_input(), self.recurrent
         assert scan
         projected, values = self.make_rows("in"), new.rows(pad(d.total_value_dim), 1)
-        scratch = new.scratch(n_threads, MAX_BATCH_TOKENS, 2 * d.key_head_dim + pad(d.value_head_dim))
-        draft_state = new.scratch(n_threads, d.key_head_dim, PANEL_ROWS)
+        n_keys = scan.keys.shape[2]
+        scratch = new.scratch(n_threads, MAX_BATCH_TOKENS, 2 * n_keys + pad(d.value_head_dim))
+        draft_state = new.scratch(n_threads, n_keys, PANEL_ROWS)
         arrays = values, projected, *scan, scratch, draft_state, self.vector("rates"), self.vector("delta_norm")
-        op = delta_net(*arrays, self.config.norm_eps, d.value_head_dim, d.n_key_heads, d.tiled_heads)
+        op = delta_net(*arrays, self.config.norm_eps, d.value_head_dim, d.key_head_dim, d.n_key_heads, d.tiled_heads)
         return [
             [
                 *before,

@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 
 from specdec.kernels import MAX_BATCH_TOKENS
-from specdec.layers.attention import Attention, count_bytes_per_slot, make_scales
+from specdec.layers.attention import Attention, make_attention_op, make_scales
 from specdec.layers.block import Block, norm_shapes
 from specdec.layers.buffers import Allocator, BufferSizes, KVState, LayerBuffers, pad
 from specdec.layers.latent_ops import (
@@ -29,7 +29,7 @@ from specdec.layers.weights import FusedNames, FusedTensors, Shapes
 from specdec.model_config import LatentAttentionConfig, ModelConfig, require_type
 from specdec.quant.packed_matrix import ExpertRouting
 from specdec.runtime.op_program import Op, Program
-from specdec.runtime.simd import MAX_TILE_TOKENS, PANEL_ROWS, Float32
+from specdec.runtime.simd import PANEL_ROWS, Float32
 
 LATENT_NORM_EPS = 1e-6  # of the norms of latent vectors in transformers, whatever rms_norm_eps is
 
@@ -85,23 +85,24 @@ class LatentAttention(Block):
         qkv = queries = self.make_rows("qkv")
         phases = [[*before, *self.matmul("qkv", qkv, source)]]
         if a.q_rank:
-            normed, queries = new.rows(pad(a.q_rank), b.n_threads), new.rows(pad(config.q_dim))
+            normed, queries = new.rows(pad(a.q_rank), b.sizes.n_threads), new.rows(pad(config.q_dim))
             q_norm = norm_columns(normed, qkv, self.vector("q_a_norm"), a.q_rank, LATENT_NORM_EPS)
             phases.append([q_norm, *self.matmul("q_b", queries, normed)])
         # writes to the KV cache, absorption of the key matrices, RoPE of queries
         latent, kv_base = new.rows(a.cache_width), pad(a.q_rank or config.q_dim)
         latent_args = latent, qkv, kv_base, self.vector("kv_a_norm"), LATENT_NORM_EPS, a.kv_rank, a.rope_dim
-        store = STORE_LATENT[b.kv_format.dtype](kv.values, kv.value_scales, *latent_args, *tables)
-        absorbed, mixed = new.rows(heads * a.cache_width), new.rows(heads * a.latent_width)
+        store = STORE_LATENT[b.sizes.kv.dtype](kv.values, kv.value_scales, *latent_args, *tables)
+        absorbed, mixed = new.rows(heads * a.cache_width), new.rows(heads * a.latent_width, 1)
         absorb = [
             store,
             *self._multiply_heads("k_b", absorbed, a.cache_width, a.kv_rank, queries, a.head_dim, a.nope_dim),
-            rotate_queries(absorbed, queries, 0, heads, a.head_dim, a.rope_dim, a.cache_width, a.latent_width, *tables),
+            rotate_queries(absorbed, queries, heads, a.head_dim, a.rope_dim, a.cache_width, a.latent_width, *tables),
         ]
         # attention, value matrices
         out = new.rows(pad(config.output_dim), 1)
-        mix = self._multiply_heads("v_b", out[0], a.value_dim, a.value_dim, mixed, a.latent_width, a.kv_rank)
-        return [*phases, absorb, [self._attend(mixed, absorbed, kv)], mix, *self.add_residual("wo", out, "bo")]
+        mix = self._multiply_heads("v_b", out[0], a.value_dim, a.value_dim, mixed[0], a.latent_width, a.kv_rank)
+        attention = make_attention_op(self, LATENT_ATTENTION[b.sizes.kv.dtype], mixed, absorbed, a.latent_width)
+        return [*phases, absorb, [attention], mix, *self.add_residual("wo", out, "bo")]
 
     def _multiply_heads(
         self, matrix: str, out: Float32, out_stride: int, n_out: int, x: Float32, x_stride: int, n: int
@@ -111,7 +112,7 @@ class LatentAttention(Block):
         A slot is a head of a token. input (threads, T H, N or C padded) and output (T H, C or V padded) hold the slots' rows,
         scratch the rows of input in the form that the matmul reads. Each head is an expert.
         """
-        a, heads, n_threads = get_latent_config(self.config), self.config.n_heads, self.b.n_threads
+        a, heads, n_threads = get_latent_config(self.config), self.config.n_heads, self.b.sizes.n_threads
         n_slots, width = MAX_BATCH_TOKENS * heads, max(a.latent_width, pad(max(a.nope_dim, a.value_dim)))
         words = max(self.matrix(name).scratch_words for name in ("k_b", "v_b"))
         new = self.b.new.share(gather_heads)  # both calls use the same arrays
@@ -121,19 +122,10 @@ class LatentAttention(Block):
         starts = new.scratch(n_threads, heads + 1, dtype=np.int64)
         routing = ExpertRouting(new.scratch(n_threads, 1, dtype=np.int64), starts)
         return [
-            gather_heads(rows, starts, x, 0, x_stride, n),
+            gather_heads(rows, starts, x, x_stride, n),
             self.matrix(matrix).expert_matmul(output, rows, scratch, scratch, routing, per_token=heads),
             scatter_heads(out, output, heads, out_stride, n_out),
         ]
-
-    def _attend(self, out: Float32, queries: Float32, kv: KVState) -> Op:
-        """Return the op of out = softmax attention of each query head over the cached rows that a token sees."""
-        config, b = self.config, self.b
-        mixed = self.new.scratch(b.n_threads, MAX_TILE_TOKENS, get_latent_config(config).latent_width)
-        sinks = np.full(config.n_heads, -np.inf, np.float32)
-        numbers = config.n_heads, config.attention_window, config.softmax_scale, config.attention.softcap
-        arrays = out, queries, kv.values, kv.value_scales, b.scores, mixed, b.depths, b.paths, sinks
-        return LATENT_ATTENTION[b.kv_format.dtype](*arrays, *numbers)._replace(bytes_per_slot=count_bytes_per_slot(kv))
 
 
 def get_latent_config(config: ModelConfig) -> LatentAttentionConfig:

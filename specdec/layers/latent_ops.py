@@ -12,12 +12,13 @@ from typing import NamedTuple
 import numpy as np
 
 from specdec.kernels import (
+    AttentionArgs,
     attend_in_tiles,
-    compute_norm_scale,
     find_score_panels,
     get_position,
     make_query_tile,
     mix_values,
+    norm_row,
 )
 from specdec.layers.kv_formats import compute_scale, encode_q8
 from specdec.quant.matmul import Rows, Tile, TileShape, point_by_dtype, point_to_floats
@@ -43,9 +44,7 @@ from specdec.runtime.simd import (
     ceil_div,
     fma,
     load,
-    mul,
     round_up,
-    splat,
     store,
 )
 from specdec.runtime.tile_simd import (
@@ -66,25 +65,13 @@ MAX_DOT_QUERIES = 4 if HAS_AVX512 else 2
 DOT_ROWS, MANY_DOT_ROWS = (8, 4) if HAS_AVX512 else (4, 2)
 
 
-@jitable
-def norm_row(out, at, x, row, weight, n, eps):
-    """out[at + k] = weight[k] x[row + k] / sqrt(mean(x^2) + eps) for k < n, with flat indexes of both arrays."""
-    scale = compute_norm_scale(x, row, n, n, eps)
-    whole = n // LANES * LANES
-    for k in range(0, whole, LANES):
-        store(out, at + k, mul(load(weight, k), mul(load(x, row + k), splat(scale))))
-    flat_out, flat_x = out.reshape(out.size), x.reshape(x.size)
-    for k in range(whole, n):
-        flat_out[at + k] = weight[k] * (flat_x[row + k] * scale)
-
-
 @kernel
 def norm_columns(run: ForwardContext, thread: int, out: Floats3, x: Floats2, weight: Floats1, n: int, eps: float) -> None:
     """out[thread, t] = rms_norm(x[t, :n]); each thread fills its own copy."""
     if run.is_first_chunk == 0:
         return
     for t in range(run.n_tokens):
-        norm_row(out, (thread * out.shape[1] + t) * out.shape[2], x, t * x.shape[1], weight, n, eps)
+        norm_row(out, (thread * out.shape[1] + t) * out.shape[2], x, t * x.shape[1], weight, 0, n, eps)
 
 
 @jitable
@@ -128,7 +115,7 @@ class StoreLatentArgs(NamedTuple):
 @jitable
 def compute_latent(run, p, t):
     """Write what the cache keeps of token t to its row of p.latent: rms_norm(latent vector), and the rotated rows of keys."""
-    norm_row(p.latent, t * p.latent.shape[1], p.x, t * p.x.shape[1] + p.base, p.weight, p.kv_rank, p.eps)
+    norm_row(p.latent, t * p.latent.shape[1], p.x, t * p.x.shape[1] + p.base, p.weight, 0, p.kv_rank, p.eps)
     position, to = get_position(run, p.depths, t), round_up(p.kv_rank, PANEL_ROWS)
     rotate_pairs(p.latent[t], to, p.x[t], p.base + p.kv_rank, p.cos[position], p.sin[position], p.rope_dim)
 
@@ -162,9 +149,7 @@ def store_latent_q8(run: ForwardContext, thread: int, p: StoreLatentArgs) -> Non
 
 
 @kernel
-def gather_heads(
-    run: ForwardContext, thread: int, out: Floats3, starts: Ints2, x: Floats2, base: int, stride: int, n: int
-) -> None:
+def gather_heads(run: ForwardContext, thread: int, out: Floats3, starts: Ints2, x: Floats2, stride: int, n: int) -> None:
     """out[thread, slot] = the n columns of the slot's head in its token's row x[t]; heads are `stride` columns apart.
 
     Also fills starts[thread] (H + 1): the first slot of each head. Each thread fills its own copies.
@@ -177,7 +162,7 @@ def gather_heads(
     for head in range(n_heads):
         starts[thread, head] = head * run.n_tokens
         for t in range(run.n_tokens):
-            slot, at = head * run.n_tokens + t, base + head * stride
+            slot, at = head * run.n_tokens + t, head * stride
             to, row = (thread * out.shape[1] + slot) * out.shape[2], t * x.shape[1] + at
             for k in range(0, whole, LANES):
                 store(out, to + k, load(x, row + k))
@@ -204,14 +189,13 @@ class RotateQueriesArgs(NamedTuple):
 
     Attributes:
         out: Queries (T, H W).
-        x: Heads of N + E columns (T, ...), from column `base` on.
+        x: Heads of N + E columns (T, ...).
         cos, sin: See `fill_rope_tables`.
         depths: See `build_tree_paths`.
     """
 
     out: Floats2
     x: Floats2
-    base: int
     n_heads: int
     head_dim: int
     rope_dim: int
@@ -229,7 +213,7 @@ def rotate_queries(run: ForwardContext, thread: int, p: RotateQueriesArgs) -> No
     for t in range(run.n_tokens):
         position = get_position(run, p.depths, t)
         for head in range(first, last):
-            at = p.base + (head + 1) * p.head_dim - p.rope_dim
+            at = (head + 1) * p.head_dim - p.rope_dim
             to = head * p.cache_width + p.latent_width
             rotate_pairs(p.out[t], to, p.x[t], at, p.cos[position], p.sin[position], p.rope_dim)
 
@@ -299,45 +283,22 @@ def compute_dots(p, n_rows, n_queries):
         query += n
 
 
-class LatentAttentionArgs(NamedTuple):
-    """Arguments of the kernels of attention over latent vectors, for one layer.
-
-    Attributes:
-        out: Mixed latent vectors (T, H C padded).
-        queries: Absorbed and rotated queries (T, H W).
-        values: KV cache (1, W / R, S, R) of one layer: a key is a whole row, a value its first C columns.
-        value_scales: Scales (1, S) of quantized codes, empty if the cache is not quantized.
-        scores, acc, depths, paths, sinks, n_heads, window, scale, softcap: See `AttentionArgs`; acc (threads, MAX_TILE_TOKENS,
-            C padded).
-    """
-
-    out: Floats2
-    queries: Floats2
-    values: Floats4
-    value_scales: Floats2
-    scores: Floats3
-    acc: Floats3
-    depths: Ints1
-    paths: Ints2
-    sinks: Floats1
-    n_heads: int
-    window: int
-    scale: float
-    softcap: float
-
-
 @jitable
 def attend_to_latents(run, thread, p, head, token, n_queries, along_heads):
-    """out[t, head] = softmax(scale q[t, head] . keys) latents for n_queries from the given token and head on; see `attend`."""
+    """out[t, head] = softmax(scale q[t, head] . keys) latents for n_queries from the given token and head on; see `attend`.
+
+    p: `AttentionArgs` with out (1, T, H C padded), absorbed and rotated queries (T, H W), and values (1, W / R, S, R): a key is a
+    whole row, a value its first C columns. acc (threads, MAX_TILE_TOKENS, C padded).
+    """
     cached, scores, acc, width = p.values[0], p.scores[thread], p.acc[thread], p.values.shape[1] * PANEL_ROWS
     tile = make_query_tile(run, p.depths, head, token, n_queries, along_heads)
     block, n_panels = find_score_panels(run, tile, p.window)
-    queries = point_to_floats(p.queries, token * p.queries.shape[1] + head * width)
+    queries = point_to_floats(p.qkv, token * p.qkv.shape[1] + head * width)
     dots = DotArgs(
         Rows(point_to_floats(scores, block * PANEL_ROWS), scores.shape[1]),
         point_by_dtype(cached, block * PANEL_ROWS * PANEL_ROWS),
         cached.shape[1] * PANEL_ROWS,
-        Rows(queries, tile.next_token * p.queries.shape[1] + tile.next_head * width),
+        Rows(queries, tile.next_token * p.qkv.shape[1] + tile.next_head * width),
         cached.shape[0],
     )
     compute_dots(dots, n_panels * PANEL_ROWS, n_queries)
@@ -346,11 +307,11 @@ def attend_to_latents(run, thread, p, head, token, n_queries, along_heads):
     for i in range(n_queries):
         t, at = token + tile.next_token * i, (head + tile.next_head * i) * acc.shape[1]
         for k in range(0, acc.shape[1], LANES):
-            store(p.out, t * p.out.shape[1] + at + k, load(acc, i * acc.shape[1] + k))
+            store(p.out, t * p.out.shape[2] + at + k, load(acc, i * acc.shape[1] + k))
 
 
 @kernel
-def latent_attention_f32(run: ForwardContext, thread: int, p: LatentAttentionArgs) -> None:
+def latent_attention_f32(run: ForwardContext, thread: int, p: AttentionArgs) -> None:
     """Compute attention over latent vectors for this chunk's share of all heads of all tokens; see `attend_in_tiles`."""
     attend_in_tiles(attend_to_latents, run, thread, p, 1)
 
@@ -363,6 +324,6 @@ STORE_LATENT: dict[type, Kernel] = {
 }
 LATENT_ATTENTION: dict[type, Kernel] = {
     np.float32: latent_attention_f32,
-    np.uint16: latent_attention_f32.specialize("latent_attention_f16", values=Halves4),
-    np.int8: latent_attention_f32.specialize("latent_attention_q8", values=Bytes4),
+    np.uint16: latent_attention_f32.specialize("latent_attention_f16", keys=Halves4, values=Halves4),
+    np.int8: latent_attention_f32.specialize("latent_attention_q8", keys=Bytes4, values=Bytes4),
 }

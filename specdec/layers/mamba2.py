@@ -64,7 +64,7 @@ class Mamba2(Block):
         (source, before), (inputs, state) = self.prepare_input(), self.recurrent
         assert state
         projected, output = self.make_rows("in"), new.rows(pad(m.inner_dim), 1)
-        scratch = new.scratch(self.b.n_threads, MAX_BATCH_TOKENS, pad(m.head_dim))
+        scratch = new.scratch(self.b.sizes.n_threads, MAX_BATCH_TOKENS, pad(m.head_dim))
         scale_ops = [scale_columns(projected, make_projection_factors(m), 1)] if m.scales else []
         convolution = convolve(projected, 1, 0, inputs, self.vector("conv"), self.find_vector("conv_bias"))
         scale = 1.0 if m.has_norm else m.output_scale
@@ -72,7 +72,7 @@ class Mamba2(Block):
         norm_ops = list[Op]()
         if m.has_norm:
             weight = self.vector("mamba_norm") * np.float32(m.output_scale)
-            mixed, output = output, new.rows(pad(m.inner_dim), self.b.n_threads)
+            mixed, output = output, new.rows(pad(m.inner_dim), self.b.sizes.n_threads)
             norm_ops.append(group_norm(output, mixed, weight, m.inner_dim, self.config.norm_eps))
         phase, *others = self.add_residual("mamba_out", output)
         store_keys = store_columns(projected, 1, m.inner_dim, state.keys)

@@ -124,7 +124,7 @@ class MoE(Block):
             before: Ops that compute source.
             out: Output (T, D padded).
         """
-        config, b, new, n_threads = self.config, self.b, self.new, self.b.n_threads
+        config, b, new, n_threads = self.config, self.b, self.new, self.b.sizes.n_threads
         e, n_parts = get_experts_config(config), 1 + is_gated(config)
         n_slots = MAX_BATCH_TOKENS * e.n_experts_used
         widest = max(pad(config.dim), self.w.scratch_words)
@@ -145,14 +145,12 @@ class MoE(Block):
             activation = clamped_swiglu(hidden, up, self.vector("experts_b13"), slots.starts, e.swiglu_limit, e.swiglu_alpha)
             router_ops.append(add_bias(routing.scores, self.vector("router_b"), 1))
             down_ops.append(add_slot_bias(slot_out, self.vector("experts_b2"), slots.starts))
-        sum_op = add_experts(
-            out, slot_out, routing.slots, routing.weights, slots.starts, b.experts_read[self.i : self.i + 1], e.n_experts_used,
-            int(not e.has_parallel_mlp),
-        )  # fmt: skip
+        chosen, n_read = (routing.slots, routing.weights, routing.starts), b.experts_read[self.i : self.i + 1]
+        sum_op = add_experts(out, slot_out, *chosen, n_read, e.n_experts_used, int(not e.has_parallel_mlp))
         return router_ops, [*before, route(*routing), up_op, activation], [route(*routing), *down_ops, sum_op]
 
     def _make_routing_args(self) -> "RoutingArgs":
-        new, n_threads, e = self.new, self.b.n_threads, get_experts_config(self.config)
+        new, n_threads, e = self.new, self.b.sizes.n_threads, get_experts_config(self.config)
         n_slots, width, scoring = MAX_BATCH_TOKENS * e.n_experts_used, pad(e.n_experts), get_scoring(e)
         bias = self.find_vector("router_bias")
         return RoutingArgs(
@@ -197,7 +195,7 @@ class ParallelMoE(MoE):
         """Return the block's program."""
         config, b, new = self.config, self.b, self.new
         dim, eps, width = config.dim, config.norm_eps, pad(config.dim)
-        routed, experts_input = new.rows(width, b.n_threads), new.rows(width, b.n_threads)
+        routed, experts_input = new.rows(width, b.sizes.n_threads), new.rows(width, b.sizes.n_threads)
         router_weight = self.vector("router_scale") * np.float32(1 / np.sqrt(np.float32(dim)))
         before = [rms_norm(experts_input, b.x, self.vector("rms_experts"), dim, eps, False, 0)]
         experts = new.rows(width, 1)
@@ -205,7 +203,7 @@ class ParallelMoE(MoE):
         up, hidden = self.make_rows("up"), new.rows(pad(config.hidden_dim), 1)
         norms = (self.vector(name) for name in ("rms_mlp_out", "rms_experts_out", "rms_ffn_out"))
         factor = self.get_layer_scale(not config.per_layer_inputs)
-        branch, branch_sum = new.rows(width, 1), new.rows(width, b.n_threads)
+        branch, branch_sum = new.rows(width, 1), new.rows(width, b.sizes.n_threads)
         return [
             [
                 self.norm(),
@@ -356,9 +354,8 @@ def route(run: ForwardContext, thread: int, p: RoutingArgs) -> None:
             store(p.probs, thread * p.probs.shape[1] + i, score_vector)
         for expert in range(n_experts):
             score = p.scores[t, expert]
-            nan_sum += (
-                np.float32(0.0) if score == score else score
-            )  # a NaN of an expert that is not chosen makes the token NaN, too
+            if score != score:  # a NaN of an expert that is not chosen makes the token NaN, too
+                nan_sum = score
             max_score = maximum(splat(score), max_score)
         minus_max = splat(-reduce_max(max_score))
         if p.scoring == BIASED_SOFTMAX:

@@ -15,13 +15,13 @@ from specdec.kernels import head_norm
 from specdec.layers.activations import combine_per_layer_inputs, gate_per_layer_inputs
 from specdec.layers.block import Block
 from specdec.layers.buffers import Allocator, Buffers, LayerInputs, pad
-from specdec.layers.weights import FusedNames, FusedTensors, Shapes, Weights
+from specdec.layers.weights import TOKEN_TABLE, FusedNames, FusedTensors, Shapes, Weights
 from specdec.model_config import ModelConfig, PerLayerInputsConfig, require_type
 from specdec.quant.packed_matrix import count_panels
 from specdec.runtime.op_program import Program
 from specdec.runtime.simd import PANEL_ROWS
 
-GATE, PROJECTION, TOKEN_TABLE = "inputs_gate", "inputs_back", "input_rows"
+GATE, PROJECTION = "inputs_gate", "inputs_back"
 
 
 class PerLayerInputs(Block):
@@ -40,7 +40,7 @@ class PerLayerInputs(Block):
         """Return the block's program."""
         n, b = get_inputs_config(self.config).dim, self.b
         gates, gated = self.new.rows(pad(n)), self.new.rows(pad(n), 1)
-        gate = gate_per_layer_inputs(gated, gates, get_layer_inputs(b).inputs, self.i * n, n)
+        gate = gate_per_layer_inputs(gated, gates, require_type(b.layer_inputs, LayerInputs).inputs, self.i * n, n)
         phase = [self.matrix(GATE).matmul(gates, b.x, b.scratch), gate]
         return [phase, *self.add_residual(PROJECTION, gated, factor=self.get_layer_scale())]
 
@@ -66,11 +66,6 @@ def make_layer_inputs(config: ModelConfig, new: Allocator) -> LayerInputs:
     return LayerInputs(new.rows(width), new.rows(pad(width)))
 
 
-def get_layer_inputs(b: Buffers) -> LayerInputs:
-    """Return b.layer_inputs, which must be set."""
-    return require_type(b.layer_inputs, LayerInputs)
-
-
 def make_embedding_program(config: ModelConfig, weights: Weights, b: Buffers) -> Program:
     """Return the program of inputs = (norm(in x / sqrt(D)) + sqrt(P) rows) / sqrt(2), for all layers at once.
 
@@ -81,7 +76,7 @@ def make_embedding_program(config: ModelConfig, weights: Weights, b: Buffers) ->
     n_panels = count_panels(config.n_layers * n)
     unit = unit if n_panels % unit == 0 else n_panels
     row_scale, scale = float(np.sqrt(np.float32(n))), float(np.float32(0.5**0.5))
-    token_rows, inputs = get_layer_inputs(b)
+    token_rows, inputs = require_type(b.layer_inputs, LayerInputs)
     return [
         [
             weights.matrices["inputs"].matmul(inputs, b.x, b.scratch, unit=unit),

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specdec.kernels import MAX_BATCH_TOKENS, compute_norm_scale, get_chunk_rows, sum_squares
+from specdec.kernels import MAX_BATCH_TOKENS, compute_norm_scale, get_chunk_rows, norm_row, sum_squares
 from specdec.layers.block import BASE, TIP
 from specdec.layers.buffers import Allocator
 from specdec.runtime.code_cache import compiled, inlined, jitable
@@ -65,28 +65,15 @@ def convolve_position(inputs, weight, bias, position, k):
     return acc
 
 
-class ConvolutionArgs(NamedTuple):
-    """Arguments of the kernel `convolve`.
-
-    Channels begin at column `base` of x (T, rows), the output of a matmul with this unit (`Matrix.matmul`). inputs, weight and
-    bias are as in `convolve_position`.
-    """
-
-    x: Floats2
-    unit: int
-    base: int
-    inputs: Floats2
-    weight: Floats2
-    bias: Floats1
-
-
 @kernel
-def convolve(run: ForwardContext, thread: int, p: ConvolutionArgs) -> None:
+def convolve(
+    run: ForwardContext, thread: int, x: Floats2, unit: int, base: int, inputs: Floats2, weight: Floats2, bias: Floats1
+) -> None:
     """Compute x[t] = silu(conv x)[t] in place, for the channels that this chunk's share of the preceding matmul wrote.
 
-    The convolution's inputs are stored in the ring `inputs`.
+    Channels begin at column `base` of x (T, rows), the output of a matmul with this unit (`Matrix.matmul`). The convolution's
+    inputs are stored in the ring `inputs`; see `convolve_position`.
     """
-    x, unit, base, inputs, weight, bias = p
     n_channels = weight.shape[1]
     first, last = get_chunk_rows(run, x.shape[1], unit, base, n_channels)
     for t in range(run.n_tokens):
@@ -99,26 +86,15 @@ def convolve(run: ForwardContext, thread: int, p: ConvolutionArgs) -> None:
             store(x, at, mul(v, sigmoid(v)))
 
 
-class GatedConvolutionArgs(NamedTuple):
-    """Arguments of the kernel `gated_convolution`.
-
-    out (1, T, channels); x (T, 3 channels) holds panels of b, c and x, interleaved. The others are as in `convolve_position`.
-    """
-
-    out: Floats3
-    x: Floats2
-    inputs: Floats2
-    weight: Floats2
-    bias: Floats1
-
-
 @kernel
-def gated_convolution(run: ForwardContext, thread: int, p: GatedConvolutionArgs) -> None:
+def gated_convolution(
+    run: ForwardContext, thread: int, out: Floats3, x: Floats2, inputs: Floats2, weight: Floats2, bias: Floats1
+) -> None:
     """Compute out[t] = c[t] * conv(b x)[t], for the channels that this chunk's share of the preceding matmul wrote.
 
-    The matmul has unit 3. The convolution's inputs b x are stored in the ring `inputs`.
+    out (1, T, channels). x (T, 3 channels) holds panels of b, c and x, interleaved: the matmul has unit 3. The convolution's
+    inputs b x are stored in the ring `inputs`; see `convolve_position`.
     """
-    out, x, inputs, weight, bias = p
     n_channels = weight.shape[1]
     first, last = get_chunk_range(n_channels // PANEL_ROWS, run.chunk, run.n_chunks)
     for t in range(run.n_tokens):
@@ -163,13 +139,14 @@ class DeltaNetArgs(NamedTuple):
         x: (T, columns): queries, keys and values, then in panels of their own gates, betas and decays.
         states: (2, H C / R, K, R): panels of the base's state and of the tip's state.
         lengths: (H, 2): number of tokens in each head's base and tip.
-        keys, deltas, decays: Rings (H, N, K), (H, N, C) and (H, N).
+        keys, deltas, decays: Rings (H, N, K), (H, N, C) and (H, N). K is a multiple of 4; further rows of a key are 0.
         scratch: (threads, T, words): a head's queries, keys and outputs.
         draft_state: (threads, K, R): panel of a state after draft tokens.
         rates: Decay rates (H padded), then biases of the decays (H padded).
         weight: (C): weights of the norm of heads.
         eps: Eps of this norm.
         head_dim: C without padding.
+        key_dim: K without padding.
         n_key_heads: Number of key heads; each serves several value heads.
         tiled_heads: Value head h uses key head h % n_key_heads; else consecutive value heads share one.
     """
@@ -187,6 +164,7 @@ class DeltaNetArgs(NamedTuple):
     weight: Floats1
     eps: float
     head_dim: int
+    key_dim: int
     n_key_heads: int
     tiled_heads: int
 
@@ -222,20 +200,15 @@ def store_rows(states, at, rows):
 
 
 @inlined
-def update_row(row, keys, at, decay, delta):
-    """Return a row of a state after a token, decay * row + key * delta, where the key is keys[at]."""
-    return fma(splat(load_item(keys, at)), delta, mul(row, decay))
+def load_items(x, at):
+    """Return four numbers of x, from flat index `at` on."""
+    return load_item(x, at), load_item(x, at + 1), load_item(x, at + 2), load_item(x, at + 3)
 
 
 @inlined
-def update_rows(rows, keys, at, decay, delta):
-    """Return four consecutive rows of a state after a token; the first row's key is keys[at]."""
-    return (
-        update_row(rows[0], keys, at, decay, delta),
-        update_row(rows[1], keys, at + 1, decay, delta),
-        update_row(rows[2], keys, at + 2, decay, delta),
-        update_row(rows[3], keys, at + 3, decay, delta),
-    )
+def update_rows(rows, keys, decay, delta):
+    """Return rows of a state after a token, decay * rows + keys * delta, given the number of the key for each row."""
+    return fma(keys, delta, mul(rows, decay))
 
 
 @jitable
@@ -247,27 +220,18 @@ def replay(states, to, start, p, head, panel, first, last):
     """
     n_keys, width, begin, n = p.keys.shape[2], p.deltas.shape[2], first % RING_SLOTS, last - first
     n_until_wrap = min(n, RING_SLOTS - begin)  # positions before the ring's end
-    row, first_key, first_decay = head * RING_SLOTS * width + panel * PANEL_ROWS, head * RING_SLOTS * n_keys, head * RING_SLOTS
-    fours = n_keys // 4 * 4
-    for k in range(0, fours, 4):
+    row, first_slot = head * RING_SLOTS * width + panel * PANEL_ROWS, head * RING_SLOTS
+    for k in range(0, n_keys, 4):
         at = k * PANEL_ROWS
         left, right = load_rows(states, start + at), load_rows(states, start + at + LANES)
         for i in range(n):
             slot = begin + i if i < n_until_wrap else i - n_until_wrap
-            decay, delta = splat(load_item(p.decays, first_decay + slot)), row + slot * width
-            key = first_key + slot * n_keys + k
-            left = update_rows(left, p.keys, key, decay, load(p.deltas, delta))
-            right = update_rows(right, p.keys, key, decay, load(p.deltas, delta + LANES))
+            decay, keys = splat(load_item(p.decays, first_slot + slot)), load_items(p.keys, (first_slot + slot) * n_keys + k)
+            delta = row + slot * width
+            left = update_rows(left, keys, decay, load(p.deltas, delta))
+            right = update_rows(right, keys, decay, load(p.deltas, delta + LANES))
         store_rows(states, to + at, left)
         store_rows(states, to + at + LANES, right)
-    for at in range(fours * PANEL_ROWS, n_keys * PANEL_ROWS, LANES):
-        k, lanes = at // PANEL_ROWS, at % PANEL_ROWS
-        a = load(states, start + at)
-        for i in range(n):
-            slot = begin + i if i < n_until_wrap else i - n_until_wrap
-            decay, delta = splat(load_item(p.decays, first_decay + slot)), load(p.deltas, row + slot * width + lanes)
-            a = update_row(a, p.keys, first_key + slot * n_keys + k, decay, delta)
-        store(states, to + at, a)
 
 
 class TokenStep(NamedTuple):
@@ -275,7 +239,7 @@ class TokenStep(NamedTuple):
 
     Attributes:
         t: Index of the token in the pass.
-        slot: Slot of the token's position in the rings.
+        slot: Slot of the token's position in the rings of all heads.
         beta: Factor of the token's delta.
     """
 
@@ -287,65 +251,55 @@ class TokenStep(NamedTuple):
 
 
 @inlined
+def load_row(states, at):
+    """Return a row of a state panel, from flat index `at` on, as two vectors."""
+    return load(states, at), load(states, at + LANES)
+
+
+@inlined
+def store_row(states, at, row):
+    """Store a row of a state panel, or as many other numbers, as `load_row` loads it."""
+    store(states, at, row[0])
+    store(states, at + LANES, row[1])
+
+
+@inlined
 def recall_values(before, at, p, token):
     """Return the product of the decayed state panel (K, R) at `at` and the token's key, R numbers in two vectors."""
-    n_keys = p.keys.shape[2]
-    decay, keys = (
-        splat(load_item(p.decays, token.head * RING_SLOTS + token.slot)),
-        (token.head * RING_SLOTS + token.slot) * n_keys,
-    )
-    a = b = c = d = splat(0.0)
-    for k in range(0, n_keys - 1, 2):
-        row, key = at + k * PANEL_ROWS, splat(load_item(p.keys, keys + k))
-        a, b = fma(mul(load(before, row), decay), key, a), fma(mul(load(before, row + LANES), decay), key, b)
-        row, key = row + PANEL_ROWS, splat(load_item(p.keys, keys + k + 1))
-        c, d = fma(mul(load(before, row), decay), key, c), fma(mul(load(before, row + LANES), decay), key, d)
-    if n_keys % 2:
-        row, key = at + (n_keys - 1) * PANEL_ROWS, splat(load_item(p.keys, keys + n_keys - 1))
-        a, b = fma(mul(load(before, row), decay), key, a), fma(mul(load(before, row + LANES), decay), key, b)
-    return add(a, c), add(b, d)
+    n_keys, decay = p.keys.shape[2], splat(load_item(p.decays, token.slot))
+    even = odd = splat(0.0), splat(0.0)  # sums over every second row
+    for k in range(0, n_keys, 2):
+        row, key = at + k * PANEL_ROWS, token.slot * n_keys + k
+        even = fma(mul(load_row(before, row), decay), splat(load_item(p.keys, key)), even)
+        odd = fma(mul(load_row(before, row + PANEL_ROWS), decay), splat(load_item(p.keys, key + 1)), odd)
+    return add(even, odd)
 
 
 @inlined
-def update_state_row(after, to, before, at, decay, key, left, right):
-    """Write one row of the new state, decay * old row + key * delta, to `after`, and return the row as two vectors.
-
-    left, right: The two halves of the delta.
-    """
-    s = fma(key, left, mul(load(before, at), decay))
-    u = fma(key, right, mul(load(before, at + LANES), decay))
-    store(after, to, s)
-    store(after, to + LANES, u)
-    return s, u
+def update_row(after, to, before, at, decay, key, delta):
+    """Write one row of the new state, decay * old row + key * delta, to `after`, and return the row."""
+    row = update_rows(load_row(before, at), splat(key), decay, delta)
+    store_row(after, to, row)
+    return row
 
 
 @inlined
-def update_state(after, to, before, at, p, token, left, right):
+def update_state(after, to, before, at, p, token, delta):
     """Write the state panel decay * (panel at `at`) + key delta' to `to`; return its product with the token's query.
 
-    left, right: The two halves of the delta; the product is two vectors, too.
-
-    The decay is applied again, which costs less than storing the decayed state.
+    The decay is applied again, which costs less than storing the decayed state. delta and the product are two vectors each.
     """
     n_keys, queries = p.keys.shape[2], (token.thread * p.scratch.shape[1] + token.t) * p.scratch.shape[2]
-    decay, keys = (
-        splat(load_item(p.decays, token.head * RING_SLOTS + token.slot)),
-        (token.head * RING_SLOTS + token.slot) * n_keys,
-    )
-    a = b = c = d = splat(0.0)
-    for k in range(0, n_keys - 1, 2):
-        row, key, query = k * PANEL_ROWS, splat(load_item(p.keys, keys + k)), splat(load_item(p.scratch, queries + k))
-        s, u = update_state_row(after, to + row, before, at + row, decay, key, left, right)
-        a, b = fma(s, query, a), fma(u, query, b)
-        row, key, query = row + PANEL_ROWS, splat(load_item(p.keys, keys + k + 1)), splat(load_item(p.scratch, queries + k + 1))
-        s, u = update_state_row(after, to + row, before, at + row, decay, key, left, right)
-        c, d = fma(s, query, c), fma(u, query, d)
-    if n_keys % 2:
-        row, key = (n_keys - 1) * PANEL_ROWS, splat(load_item(p.keys, keys + n_keys - 1))
-        query = splat(load_item(p.scratch, queries + n_keys - 1))
-        s, u = update_state_row(after, to + row, before, at + row, decay, key, left, right)
-        a, b = fma(s, query, a), fma(u, query, b)
-    return add(a, c), add(b, d)
+    decay = splat(load_item(p.decays, token.slot))
+    even = odd = splat(0.0), splat(0.0)
+    for k in range(0, n_keys, 2):
+        row, key = k * PANEL_ROWS, token.slot * n_keys + k
+        new = update_row(after, to + row, before, at + row, decay, load_item(p.keys, key), delta)
+        even = fma(new, splat(load_item(p.scratch, queries + k)), even)
+        row += PANEL_ROWS
+        new = update_row(after, to + row, before, at + row, decay, load_item(p.keys, key + 1), delta)
+        odd = fma(new, splat(load_item(p.scratch, queries + k + 1)), odd)
+    return add(even, odd)
 
 
 @jitable  # its helpers are inlined: a call copies a whole record of arrays, which took half of the time
@@ -354,17 +308,12 @@ def step(after, to, before, at, p, token, panel):
 
     The old panel (K, R) lies in `before` at `at`, the new one in `after` at `to`. d goes to the ring of deltas, y to scratch.
     """
-    width, beta, minus = p.deltas.shape[2], splat(token.beta), splat(-1.0)
-    left, right = recall_values(before, at, p, token)
-    value_at = token.t * p.x.shape[1] + 2 * p.n_key_heads * p.keys.shape[2] + token.head * p.head_dim + panel * PANEL_ROWS
-    left, right = mul(fma(left, minus, load(p.x, value_at)), beta), mul(fma(right, minus, load(p.x, value_at + LANES)), beta)
-    delta_at = (token.head * RING_SLOTS + token.slot) * width + panel * PANEL_ROWS
-    store(p.deltas, delta_at, left)
-    store(p.deltas, delta_at + LANES, right)
-    left, right = update_state(after, to, before, at, p, token, left, right)
-    output_at = (token.thread * p.scratch.shape[1] + token.t + 1) * p.scratch.shape[2] - width + panel * PANEL_ROWS
-    store(p.scratch, output_at, left)
-    store(p.scratch, output_at + LANES, right)
+    width, column = p.deltas.shape[2], panel * PANEL_ROWS
+    values = load_row(p.x, token.t * p.x.shape[1] + 2 * p.n_key_heads * p.key_dim + token.head * p.head_dim + column)
+    delta = mul(fma(recall_values(before, at, p, token), splat(-1.0), values), splat(token.beta))
+    store_row(p.deltas, token.slot * width + column, delta)
+    output_at = (token.thread * p.scratch.shape[1] + token.t + 1) * p.scratch.shape[2] - width + column
+    store_row(p.scratch, output_at, update_state(after, to, before, at, p, token, delta))
 
 
 @jitable
@@ -420,14 +369,15 @@ def prepare_inputs(run, thread, p, head, decay_column):
     Queries and keys are L2-normed, and queries divided by sqrt(K). They go to scratch; keys and decays go to their rings.
     decay_column: Column of p.x where the heads' inputs of the decays begin.
     """
-    n_keys, padded = p.keys.shape[2], p.rates.size // 2
+    n_keys, padded = p.key_dim, p.rates.size // 2
     key_head = head % p.n_key_heads if p.tiled_heads else head // (p.lengths.shape[0] // p.n_key_heads)
     for t in range(run.n_tokens):
         slot = (run.pos + t) % RING_SLOTS
         normalize_rows(p.scratch, thread, t, 0, p.x, key_head * n_keys, n_keys, np.float32(1.0) / sqrt(np.float32(n_keys)))
-        normalize_rows(p.scratch, thread, t, n_keys, p.x, (p.n_key_heads + key_head) * n_keys, n_keys, np.float32(1.0))
+        key_at = p.keys.shape[2]
+        normalize_rows(p.scratch, thread, t, key_at, p.x, (p.n_key_heads + key_head) * n_keys, n_keys, np.float32(1.0))
         for k in range(n_keys):
-            p.keys[head, slot, k] = p.scratch[thread, t, n_keys + k]
+            p.keys[head, slot, k] = p.scratch[thread, t, key_at + k]
         p.decays[head, slot] = compute_decay(p.rates[head], softplus_scalar(p.x[t, decay_column + head] + p.rates[padded + head]))
 
 
@@ -441,7 +391,7 @@ def delta_net(run: ForwardContext, thread: int, p: DeltaNetArgs) -> None:
     """
     n_heads, width, n = p.lengths.shape[0], p.deltas.shape[2], p.head_dim
     n_panels, panel_items, padded = width // PANEL_ROWS, p.keys.shape[2] * PANEL_ROWS, p.rates.size // 2
-    gates = round_up(2 * p.n_key_heads * p.keys.shape[2] + n_heads * n, PANEL_ROWS)
+    gates = round_up(2 * p.n_key_heads * p.key_dim + n_heads * n, PANEL_ROWS)
     betas = gates + round_up(n_heads * n, PANEL_ROWS)
     n_accepted, draft_at = run.pos + run.n_tokens - max(run.n_logits - 1, 0), thread * panel_items
     first, last = get_chunk_range(n_heads, run.chunk, run.n_chunks)
@@ -451,7 +401,8 @@ def delta_net(run: ForwardContext, thread: int, p: DeltaNetArgs) -> None:
         for panel in range(n_panels):
             tip_at = (p.states.shape[1] + head * n_panels + panel) * panel_items
             for t in range(run.n_tokens):
-                token = TokenStep(thread, t, head, (run.pos + t) % RING_SLOTS, sigmoid_scalar(p.x[t, betas + head]))
+                slot, beta = head * RING_SLOTS + (run.pos + t) % RING_SLOTS, sigmoid_scalar(p.x[t, betas + head])
+                token = TokenStep(thread, t, head, slot, beta)
                 if run.pos + t < n_accepted:
                     step(p.states, tip_at, p.states, tip_at, p, token, panel)
                 elif run.pos + t == n_accepted:
@@ -522,14 +473,8 @@ class Scan(NamedTuple):
 
 
 @inlined
-def splat_items(x, at):
-    """Return four vectors: that of each of the numbers of x from index `at` on."""
-    return splat(load_item(x, at)), splat(load_item(x, at + 1)), splat(load_item(x, at + 2)), splat(load_item(x, at + 3))
-
-
-@inlined
 def add_product(sums, at, rows, query):
-    """Add the product of four rows of a state and four numbers of a query, each as a vector, to LANES sums."""
+    """Add the product of four rows of a state and four numbers of a query to LANES sums."""
     total = fma(rows[3], query[3], fma(rows[2], query[2], fma(rows[1], query[1], mul(rows[0], query[0]))))
     store(sums, at, add(load(sums, at), total))
 
@@ -556,18 +501,18 @@ def scan(run, thread, p, s):
             store_rows(p.states, s.target + first, left)
             store_rows(p.states, s.target + first + LAST_COLUMNS, right)
         for position in range(s.start, s.end):
-            decay, key = splat(load_item(p.decays, decays + slot)), key_slot * n_keys + group + k
+            decay, keys = splat(load_item(p.decays, decays + slot)), load_items(p.keys, key_slot * n_keys + group + k)
             delta = deltas + slot * width + column
-            left = update_rows(left, p.keys, key, decay, load(p.deltas, delta))
+            left = update_rows(left, keys, decay, load(p.deltas, delta))
             if LAST_COLUMNS > 0:
-                right = update_rows(right, p.keys, key, decay, load(p.deltas, delta + LAST_COLUMNS))
+                right = update_rows(right, keys, decay, load(p.deltas, delta + LAST_COLUMNS))
             if position + 1 == s.stop:
                 store_rows(p.states, s.target + first, left)
                 if LAST_COLUMNS > 0:
                     store_rows(p.states, s.target + first + LAST_COLUMNS, right)
             if position >= run.pos:
                 t = position - run.pos
-                to, query = sums + t * width + column, splat_items(p.x, t * p.x.shape[1] + queries + k)
+                to, query = sums + t * width + column, load_items(p.x, t * p.x.shape[1] + queries + k)
                 add_product(p.scratch, to, left, query)
                 if LAST_COLUMNS > 0:
                     add_product(p.scratch, to + LAST_COLUMNS, right, query)
@@ -581,7 +526,7 @@ def scan(run, thread, p, s):
         for position in range(s.start, s.end):
             slot, key = position % RING_SLOTS, position % n_slots * n_keys + group + k
             delta = load(p.deltas, deltas + slot * width + column)
-            row = update_row(row, p.keys, key, splat(load_item(p.decays, decays + slot)), delta)
+            row = update_rows(row, splat(load_item(p.keys, key)), splat(load_item(p.decays, decays + slot)), delta)
             if position + 1 == s.stop:
                 store(p.states, s.target + at, row)
             if position >= run.pos:
@@ -664,13 +609,7 @@ def group_norm(run: ForwardContext, thread: int, out: Floats3, x: Floats3, weigh
     if run.is_first_chunk == 0:
         return
     size = n // weight.shape[0]
-    whole = size // LANES * LANES
     for t in range(run.n_tokens):
         for group in range(weight.shape[0]):
-            start, weights = group * size, group * weight.shape[1]
-            row, target = t * x.shape[2] + start, (thread * out.shape[1] + t) * out.shape[2] + start
-            scale = compute_norm_scale(x, row, size, size, eps)
-            for k in range(0, whole, LANES):
-                store(out, target + k, mul(load(weight, weights + k), mul(load(x, row + k), splat(scale))))
-            for k in range(whole, size):
-                out[thread, t, start + k] = weight[group, k] * (x[0, t, start + k] * scale)
+            row, target = t * x.shape[2] + group * size, (thread * out.shape[1] + t) * out.shape[2] + group * size
+            norm_row(out, target, x, row, weight, group * weight.shape[1], size, eps)

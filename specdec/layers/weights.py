@@ -22,6 +22,7 @@ Shapes = dict[str, tuple[int, ...]]  # of tensors, by name
 Tensors = Mapping[str, Any]  # by name: a `Tensor`, or one that holds a `Tensor` for each layer or expert
 ROUTER_SUFFIXES = (".router", ".shared_gate")
 EXPERT_INFIXES = (".experts_", ".k_b", ".v_b")  # latent attention has one matrix per head
+TOKEN_TABLE = "input_rows"  # tensor with a row for each token that stays in its file
 VOCAB_MATRICES = ("embedding", "classifier")  # matrices with a row for each token of the vocabulary
 
 

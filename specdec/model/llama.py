@@ -135,14 +135,6 @@ class Llama(Architecture):
                 plans |= fuse_tensors(block.shapes(config.layer_config(i)), block.fused, stored, i)
         return plans
 
-    def get_table(self, config: ModelConfig) -> str:
-        """Return the name of the per-layer inputs' table, if the config has them."""
-        if not config.per_layer_inputs:
-            return ""
-        from specdec.layers.per_layer_inputs import TOKEN_TABLE
-
-        return TOKEN_TABLE
-
     def allocate_layers(self, config: ModelConfig, b: Buffers) -> None:
         """Make KV caches and recurrent states, RoPE tables, and the rows of the per-layer inputs' table."""
         ropes = dict[int, RopeTables]()  # by the id of a layer's config, since hashing it takes longer

@@ -7,7 +7,7 @@ import functools
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from specdec.argument_checks import check_choice, check_int
 from specdec.kernels import MAX_BATCH_TOKENS
@@ -117,7 +117,11 @@ class Model:
     def __reduce__(self) -> tuple[object, ...]:
         """Return what pickle needs to rebuild the model with the same weights and options."""
         options = {"n_threads": self.max_threads, "n_positions": self.n_positions, "kv": self.kv}
-        return rebuild, (Model, (self.config, self.weights), options)
+        return rebuild, (type(self), self._get_parts(), options)
+
+    def _get_parts(self) -> tuple[Any, ...]:
+        """Return the arguments of the constructor other than options."""
+        return self.config, self.weights
 
     @property
     def vocab_size(self) -> int:
@@ -333,7 +337,8 @@ class Model:
 
     def with_capacity(self, n_positions: int) -> "Model":
         """Return a model with the same weights and n_positions positions, and a lock of its own."""
-        model = Model(self.config, self.weights, self.max_threads, n_positions, self.kv)
+        options: dict[str, Any] = {"n_threads": self.max_threads, "n_positions": n_positions, "kv": self.kv}
+        model = type(self)(*self._get_parts(), **options)
         model.n_threads = self._n_threads
         return model
 

@@ -39,5 +39,5 @@ def test_operations_are_found_without_reading_uninitialized_memory(path: Path, m
         precompile_models.compile_passes(checkpoint.config, checkpoint.tensors, [None], "auto")
     monkeypatch.setattr(np, "empty", empty)
     model = Loader(1).load(checkpoint, None)
-    program = model.architecture.program(model.config, model.weights, model.new_cache()._buffers).assemble({})
+    program = model.architecture.program(model.config, model.weights, model.new_cache()._buffers)
     assert {op.kernel for phase in program for op in phase} <= {*found}

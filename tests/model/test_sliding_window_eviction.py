@@ -217,7 +217,7 @@ def test_nothing_is_evicted_for_small_sequences_or_other_architectures() -> None
     for name in ("gpt2", "lfm2", "qwen3"):
         config = replace(FAMILIES[name], seq_len=400)
         architecture = get_architecture(config)
-        own = SlidingWindowEvictor(architecture, config, cache._buffers.kv_format, 400)
+        own = SlidingWindowEvictor(architecture, config, cache._buffers.sizes.kv, 400)
         assert own.get_min_rewind(10**9) == 0 and own.saved_bytes(10**6) == 0
 
 
