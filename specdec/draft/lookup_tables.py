@@ -199,20 +199,11 @@ def rank_runner_ups(tokens, scores, noise, position, ranked, ranked_scores):
 
 
 @jitable
-def get_margin_bucket(margin):
-    """Return the bucket, 0 to N_MARGINS - 1, of a margin in nats."""
-    bucket, limit = 0, 0.125
-    while bucket < N_MARGINS - 1 and margin >= limit:
-        bucket, limit = bucket + 1, 2.0 * limit
-    return bucket
-
-
-@jitable
-def get_length_bucket(length):
-    """Return the bucket, 0 to N_LENGTHS - 1, of the length of a match."""
+def get_bucket(value, limit, n_buckets):
+    """Return the bucket, 0 to n_buckets - 1, of a margin or a length: 0 below the limit, 1 below twice the limit, and so on."""
     bucket = 0
-    while bucket < N_LENGTHS - 1 and length > 1:
-        bucket, length = bucket + 1, length // 2
+    while bucket < n_buckets - 1 and value >= limit:
+        bucket, limit = bucket + 1, 2 * limit
     return bucket
 
 
@@ -232,7 +223,7 @@ def look_up_runner_ups(before, last, sources, position):
             n, margin = rank_runner_ups(
                 runner_ups.tokens[entry], runner_ups.scores[entry], sources.noise, position, index.ranked, index.ranked_scores
             )
-            return n, get_margin_bucket(margin), n_unknown
+            return n, get_bucket(margin, 0.125, N_MARGINS), n_unknown
     return 0, 0, 1
 
 
@@ -329,12 +320,12 @@ def learn(sources, nodes, first, n_tokens, matches):
         position = i + noise.first_position
         if length:
             is_hit = predict_match(following, index, noise, position) == tokens[i]
-            update_rate(index.match_rates[0], get_length_bucket(length), is_hit)
+            update_rate(index.match_rates[0], get_bucket(length, 2, N_LENGTHS), is_hit)
         if i == 0 or index.row_tokens[i - 1, 0] == NO_TOKEN:  # a token of the prompt
             continue
         length, following = find_in_pool(pool, nodes, -1, tokens, i)
         if length:
-            update_rate(index.match_rates[1], get_length_bucket(length), pool.tokens[following % POOL_TOKENS] == tokens[i])
+            update_rate(index.match_rates[1], get_bucket(length, 2, N_LENGTHS), pool.tokens[following % POOL_TOKENS] == tokens[i])
         before, last = tokens[i - 2] if i > 1 else NO_TOKEN, tokens[i - 1]
         n, bucket, n_unknown = look_up_runner_ups(before, last, sources, position)
         for rank in range(min(n, MAX_CHILDREN)):
@@ -395,10 +386,10 @@ def add_children(growth, sources, n, node, n_tokens, max_children, matches):
             own = predict_match(following, index, noise, position)
         else:  # at the end of the sequence the proposal itself continues it, which repeats a loop
             own = get_path_token(nodes, node, depth - 1 - (following - n_tokens), tokens, n_tokens)
-        best, rate, source = own, index.match_rates[0, get_length_bucket(length)], THIS_SEQUENCE
+        best, rate, source = own, index.match_rates[0, get_bucket(length, 2, N_LENGTHS)], THIS_SEQUENCE
     if pool_length and pool_following < pool.size[0]:
         pooled = pool.tokens[pool_following % POOL_TOKENS]
-        pool_rate = index.match_rates[1, get_length_bucket(pool_length)]
+        pool_rate = index.match_rates[1, get_bucket(pool_length, 2, N_LENGTHS)]
         if pooled != NO_TOKEN and pool_rate > rate:
             best, rate, source = pooled, pool_rate, POOL
     n_ranked, bucket, n_unknown = look_up_runner_ups(
