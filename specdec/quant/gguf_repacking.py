@@ -9,8 +9,8 @@ Layouts: ggml-common.h and ggml-quants.c of github.com/ggml-org/ggml. d and m ar
     IQ4_NL  d t[q]     IQ4_XS  d (sc - 32) t[q], t is ggml's table
     MXFP4  2^(e - 128) t[q], t[q] is twice an E2M1 number     NVFP4  f s / 2 t[q], s in UE4M3, in groups of 16, f of the row
 
-TQ1_0 has five ternary digits in a byte. In memory it is like TQ2_0, in 1.22 times the bytes: to split digits takes 5 times as
-many instructions as to split bits.
+TQ1_0 has five ternary digits in a byte. In memory it is like TQ2_0, in 1.22 times the bytes, because splitting digits takes
+longer than reading these: see docs/experiments/integer-weights.md.
 """
 
 import re
