@@ -36,17 +36,18 @@ GGUF_TENSORS = gguf.INTERLEAVED_ROPE_TENSORS | gguf.POST_NORM_TENSORS | {"wg": s
 
 def parse_config(values: ConfigValues) -> ModelConfig:
     """Build the `ModelConfig` of a Muse Glimmer model from the keys of config.json."""
-    sizes, rope = hf.parse_base_fields(values, "hidden_activation"), hf.get_rope_values(values)
+    sizes = hf.parse_base_fields(values, "hidden_activation")
+    rope = hf.parse_rope(values, hf.get_rope_values(values))
     n_layers = sizes["n_layers"]
     full = default = {*range((n_layers - 1) % FULL_ATTENTION_INTERVAL, n_layers, FULL_ATTENTION_INTERVAL)}
     if values["layer_types"] is not None:
         full = hf.get_full_attention_layers(values, n_layers, 1)
     unrotated = default
     if values[LAYER_THETA_KEY] is not None:
-        thetas = values.get_per_layer(LAYER_THETA_KEY, n_layers, (0, rope["rope_theta"]), f"0 or {rope['rope_theta']}")
+        thetas = values.get_per_layer(LAYER_THETA_KEY, n_layers, (0, rope.theta), f"0 or {rope.theta}")
         unrotated = {i for i, theta in enumerate(thetas) if theta == 0}
     attention = hf.parse_attention(
-        values, hf.parse_rope(values, rope), qk_norm="plain", gate=True,
+        values, rope, qk_norm="plain", gate=True,
         plain_query_scale=values.get_scale("qk_scale_factor"),
     )  # fmt: skip
     window = values.get_int("sliding_window") if len(full) < n_layers else 0

@@ -545,6 +545,10 @@ BAD_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
         for changes, word in (
             ({"layer_rope_theta": [0, 1e4, 50.0, 1e4, 0]}, "layer_rope_theta"),
             ({"layer_rope_theta": [0, 1e4]}, "layer_rope_theta"),
+            (
+                {"layer_rope_theta": [0, 1e4], "rope_parameters": {"rope_type": "default", "rope_theta": 10**400}},
+                "rope_theta is 1000",
+            ),
             ({"layer_types": ["full_attention"] * 4}, "layer_types"),
             ({"output_multiplier": 0}, "output_multiplier"),
             ({"qk_scale_factor": None}, "qk_scale_factor"),
