@@ -122,30 +122,6 @@ def test_stories260k_generates_its_golden_story():
     assert decoder.generate("", 257, temperature=0).text == golden.rstrip("\n")
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("verify", VERIFIERS)
-def test_kv_caches_hold_all_tokens_but_the_last_after_each_step(verify, sampling):
-    model, draft = tiny_model(0, layers=3), tiny_model(1).new_cache()
-    target, fresh, verifier = model.new_cache(), model.new_cache(), VERIFIERS[verify](105, sampling)
-    tokens = [BOS, 7, 9]
-    drafter = ModelDrafter(draft, Sampler(105, sampling), verifier.get_draft_stream, END_MARKS)
-    for step in decode(target, drafter, verifier, [BOS, 7, 9], 40, FixedLength(5)):
-        if not isinstance(step, Step):
-            continue
-        tokens += step.tokens
-        if step.stop_reason in ("bos", "eos"):
-            break
-        n = len(tokens) - 1
-        assert target._tokens[:n] == tokens[:n]
-        assert draft._tokens[: n - 1] == tokens[: n - 1]  # one less after a step with all tokens accepted
-        fresh.forward(tokens[:-1], 0)
-        panels = -(-n // 16)
-        for layer, fresh_layer in zip(target._buffers.layers, fresh._buffers.layers, strict=True):
-            keys, fresh_keys = (each.kv.keys[:, :panels].swapaxes(2, 3).reshape(1, -1, 8)[:, :n] for each in (layer, fresh_layer))
-            np.testing.assert_array_equal(keys, fresh_keys)
-            np.testing.assert_array_equal(layer.kv.values[:, :, :n], fresh_layer.kv.values[:, :, :n])
-
-
 def count_continuations(target, draft, sampling_of, verify, n_runs, length):
     """Count each continuation of `length` tokens over n_runs seeds."""
     counts = {}

@@ -29,6 +29,7 @@ from tests.tools import reference
 from tests.tools.command_runs import Run, run  # noqa: F401  (a fixture)
 from tests.tools.decode import END_MARKS, collect, decode, generate_tokens, get_tokens, make_model_drafter
 from tests.tools.head_files import DIALECTS, write_gguf
+from tests.tools.inside import get_curve, get_idle_and_used_slots
 from tests.tools.random_heads import head_folder, make_head, new_head_cache, random_head
 from tests.tools.random_models import make_started_policy, tiny_model
 
@@ -199,7 +200,7 @@ def test_a_named_head_drafts(pair: Pair, tmp_path: Path) -> None:
 def test_the_costs_of_a_head_are_measured(pair: Pair, tmp_path: Path) -> None:
     decoder = SpeculativeDecoder(pair.target, head_folder(tmp_path / "head", pair), pair.tokenizer)
     decoder.warm_up()
-    curve = decoder.autotuner._curve
+    curve = get_curve(decoder.autotuner)
     assert curve and curve.draft_token > 0 and curve.pass_seconds[1] > 0
 
 
@@ -208,8 +209,7 @@ def test_the_target_prefills_before_the_head(pair: Pair, tmp_path: Path) -> None
     prompt = [1, *[260, 261] * 50]
     fractions = [*decoder.read(prompt)]
     assert fractions[0] == 0 and fractions[-1] == 1 and fractions == sorted(fractions)
-    decoder._prefix_cache._settle()
-    [slot] = decoder._prefix_cache._idle
+    [slot], _ = get_idle_and_used_slots(decoder)
     assert [cache.count_prefill_tokens(prompt) for cache in slot.caches.all] == [0, 0]
     assert [*decoder.read(prompt)] == []
 

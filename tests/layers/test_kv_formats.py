@@ -20,6 +20,7 @@ from tests.tools.checkpoint_files import random_tensors
 from tests.tools.decode import generate_tokens
 from tests.tools.family_models import FAMILIES, LATENT
 from tests.tools.family_models import random_tensors as family_tensors
+from tests.tools.inside import get_buffers
 from tests.tools.random_models import CONFIGS, THREAD_COUNTS, random_model, random_tokens, run_in_blocks
 
 portable_store = make_store(portable_to_nearest_fp16)
@@ -155,7 +156,7 @@ def test_auto_kv_follows_weights_and_f16_halves_the_cache():
     cached = 2 * 4 * config.n_layers * config.n_kv_heads * (config.head_dim + 32) // 2 * 4096  # values fill panels of 32
     assert cached / 2 <= f32.get_sequence_bytes(4096) - f16.get_sequence_bytes(4096) < cached / 2 * 1.05
     q8 = Model(config, f32.weights, 1, kv="q8")
-    n_bytes = [model.new_cache()._buffers.layers[0].kv.keys.nbytes for model in (f32, f16, q8)]
+    n_bytes = [get_buffers(model.new_cache()).layers[0].kv.keys.nbytes for model in (f32, f16, q8)]
     assert n_bytes[0] == 2 * n_bytes[1] == 4 * n_bytes[2]
     scales = 2 * 4 * config.n_layers * config.n_kv_heads * 4096
     assert cached / 4 - scales < f16.get_sequence_bytes(4096) - q8.get_sequence_bytes(4096) < cached / 4

@@ -85,12 +85,7 @@ def assert_loads(checkpoint: Checkpoint, config: ModelConfig, tensors: dict[str,
     if ids is not None:
         assert checkpoint.target_ids.dtype == np.int64
         np.testing.assert_array_equal(checkpoint.target_ids, ids)
-    assert (checkpoint.eos_tokens, checkpoint.bos_token_id, checkpoint.vocabulary, checkpoint.chat_template) == (
-        {},
-        None,
-        {},
-        None,
-    )
+    assert checkpoint.eos_tokens == checkpoint.vocabulary == {} and checkpoint.bos_token_id is checkpoint.chat_template is None
 
 
 # Dialects
@@ -148,19 +143,8 @@ def test_a_head_may_be_sharded(tmp_path: Path) -> None:
 def test_missing_keys_have_the_defaults_of_the_dialect(tmp_path: Path) -> None:
     for dialect in ("eagle", "speculators"):
         write_valid_head(tmp_path, HEAD, dialect)
-        missing = dict.fromkeys(
-            (
-                "norm_before_residual",
-                "norm_output",
-                "norm_before_fc",
-                "fc_norm",
-                "target_hidden_size",
-                "eagle_config",
-                LAYER_IDS_KEY,
-            ),
-            DELETED,
-        )
-        edit_config(tmp_path, **missing)
+        flags = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm")
+        edit_config(tmp_path, **dict.fromkeys((*flags, "target_hidden_size", "eagle_config", LAYER_IDS_KEY), DELETED))
         config = load_checkpoint(tmp_path).config
         assert config.head
         assert (config.rope.theta, config.head.target_layers, config.head.target_dim) == (10000, (), 32)
@@ -239,6 +223,10 @@ def edit_d2t(change: Callable[[Any], Any], dtype: str = "I64") -> Callable[[Path
     return lambda folder: edit_tensors(folder, lambda tensors: tensors.update(d2t=(dtype, change(tensors["d2t"][1]))))
 
 
+def edit_keys(**changes: Any) -> Callable[[Path], Any]:
+    return lambda folder: edit_config(folder, **changes)
+
+
 def edit_layer(**changes: Any) -> Callable[[Path], Any]:
     layer = head_files.make_config_values(HEAD, "speculators")["transformer_layer_config"] | changes
     return lambda folder: edit_config(folder, transformer_layer_config=layer)
@@ -280,34 +268,34 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "NaN": (
         lambda path: edit_tensors(path, lambda t: t.update({"norm.weight": ("F32", np.full(32, np.nan, np.float32))})), ("NaN",)
     ),
-    "norms that are not there": (lambda path: edit_config(path, norm_before_fc=True), ("no tensor input_norm.weight",)),
-    "norm for each that is not there": (lambda path: edit_config(path, fc_norm=True), ("no tensor fc_norm.0.weight",)),
-    "both norms": (lambda path: edit_config(path, norm_before_fc=True, fc_norm=True), ("fc_norm is true", "norm_before_fc")),
-    "more rows than ids": (lambda path: edit_config(path, draft_vocab_size=73), ("draft_vocab_size is 73", "72")),
-    "rows that are not a number": (lambda path: edit_config(path, draft_vocab_size="20"), ('draft_vocab_size is "20"',)),
-    "another width": (lambda path: edit_config(path, target_hidden_size=24), ("dim is 32", "24")),
-    "a flag that is none": (lambda path: edit_config(path, norm_output=1), ("norm_output is 1", "true or false")),
-    "another head": (lambda path: edit_config(path, speculators_model_type="eagle"), ('is "eagle"', "eagle3")),
-    "no layer": (lambda path: edit_config(path, transformer_layer_config=DELETED), ("4096",)),
-    "a layer that is none": (lambda path: edit_config(path, transformer_layer_config=[1]), ("is [1]; expected an object",)),
+    "norms that are not there": (edit_keys(norm_before_fc=True), ("no tensor input_norm.weight",)),
+    "norm for each that is not there": (edit_keys(fc_norm=True), ("no tensor fc_norm.0.weight",)),
+    "both norms": (edit_keys(norm_before_fc=True, fc_norm=True), ("fc_norm is true", "norm_before_fc")),
+    "more rows than ids": (edit_keys(draft_vocab_size=73), ("draft_vocab_size is 73", "72")),
+    "rows that are not a number": (edit_keys(draft_vocab_size="20"), ('draft_vocab_size is "20"',)),
+    "another width": (edit_keys(target_hidden_size=24), ("dim is 32", "24")),
+    "a flag that is none": (edit_keys(norm_output=1), ("norm_output is 1", "true or false")),
+    "another head": (edit_keys(speculators_model_type="eagle"), ('is "eagle"', "eagle3")),
+    "no layer": (edit_keys(transformer_layer_config=DELETED), ("4096",)),
+    "a layer that is none": (edit_keys(transformer_layer_config=[1]), ("is [1]; expected an object",)),
     "a layer of another family": (edit_layer(model_type="gpt_oss"), ('model_type "gpt_oss"; supported: llama, qwen3',)),
     "a layer of several families": (edit_layer(model_type=["llama"]), ('model_type ["llama"]; supported: llama, qwen3',)),
     "a layer of no name": (edit_layer(model_type={}), ("model_type {}; supported: llama, qwen3",)),
     "several layers": (edit_layer(num_hidden_layers=2), ("num_hidden_layers is 2; expected 1",)),
     "another activation": (edit_layer(hidden_act="gelu"), ('hidden_act is "gelu"',)),
     "another RoPE": (edit_layer(rope_scaling={"rope_type": "su", "factor": 2}), ('rope_type is "su"',)),
-    "a quantized head": (lambda path: edit_config(path, quantization_config={"quant_method": "awq"}), ('quantized by "awq"',)),
-    "a layer twice": (lambda path: edit_config(path, **{LAYER_IDS_KEY: [2, 2, 5]}), ("[2, 2, 5]", "without duplicates")),
-    "a layer below 0": (lambda path: edit_config(path, **{LAYER_IDS_KEY: [-1, 2, 5]}), ("[-1, 2, 5]",)),
-    "layers that are none": (lambda path: edit_config(path, **{LAYER_IDS_KEY: "2"}), (f'{LAYER_IDS_KEY} is "2"',)),
-    "a layer that is a boolean": (lambda path: edit_config(path, **{LAYER_IDS_KEY: [True, 2, 5]}), ("[true, 2, 5]",)),
+    "a quantized head": (edit_keys(quantization_config={"quant_method": "awq"}), ('quantized by "awq"',)),
+    "a layer twice": (edit_keys(**{LAYER_IDS_KEY: [2, 2, 5]}), ("[2, 2, 5]", "without duplicates")),
+    "a layer below 0": (edit_keys(**{LAYER_IDS_KEY: [-1, 2, 5]}), ("[-1, 2, 5]",)),
+    "layers that are none": (edit_keys(**{LAYER_IDS_KEY: "2"}), (f'{LAYER_IDS_KEY} is "2"',)),
+    "a layer that is a boolean": (edit_keys(**{LAYER_IDS_KEY: [True, 2, 5]}), ("[true, 2, 5]",)),
     "two different lists of layers": (
-        lambda path: edit_config(path, eagle_config={LAYER_IDS_KEY: [2, 4, 7]}),
+        edit_keys(eagle_config={LAYER_IDS_KEY: [2, 4, 7]}),
         ("[2, 4, 7] at the top and [2, 4, 7] in eagle_config",),
     ),
-    "the last state": (lambda path: edit_config(path, eagle_config={"use_aux_hidden_state": False}),
+    "the last state": (edit_keys(eagle_config={"use_aux_hidden_state": False}),
     ("use_aux_hidden_state is",)),
-    "drafts in parallel": (lambda path: edit_config(path, eagle_config={"parallel_draft_step": 4}),
+    "drafts in parallel": (edit_keys(eagle_config={"parallel_draft_step": 4}),
     ("parallel_draft_step is 4",)),
     "no weights": (lambda path: (path / hf_folders.WEIGHTS).unlink(), ("neither model.safetensors nor",)),
     "a pickle": (

@@ -19,6 +19,7 @@ from tests.tools import reference
 from tests.tools.configs import make_config, replace_config
 from tests.tools.decode import generate_tokens, make_model_drafter
 from tests.tools.family_models import FAMILIES, GEMMA, POISON, make_cache, make_model, random_tensors
+from tests.tools.inside import get_buffers
 from tests.tools.random_models import CONFIGS, THREAD_COUNTS, make_started_policy, random_tokens, run_in_blocks
 
 GEMMA |= {"attention_scale": 0.4}
@@ -179,7 +180,7 @@ def test_unused_context_takes_no_memory() -> None:
     config = replace(FAMILIES["llama 3"], seq_len=131_072)
     model, short = make_model(config), make_model(replace(config, seq_len=INITIAL_CAPACITY))
     assert model.n_positions == 131_072
-    taken, needed = (sum(each.array.nbytes for each in m.new_cache()._buffers.new.own) for m in (model, short))
+    taken, needed = (sum(each.array.nbytes for each in get_buffers(m.new_cache()).new.own) for m in (model, short))
     assert taken == needed
     assert model.get_sequence_bytes(131_072) > 131_072 * 2 * 4 * config.n_layers * config.kv_dim
 

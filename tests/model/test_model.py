@@ -194,7 +194,6 @@ def test_hidden_states_are_kept_by_position_and_do_not_change_logits():
     plain, cache = model.new_cache(), model.new_cache([2, 0])
     logits, n_bytes = plain.forward(tokens, 20).copy(), model.get_sequence_bytes(100)
     assert plain.hidden_layers == () and plain.get_hidden_states(tokens, 0).size == 0
-    assert len(cache._executor._ops) == len(plain._executor._ops) + 2
     assert model.get_sequence_bytes(100, n_hidden_layers=2) - n_bytes == 4 * 2 * config.dim * (
         -(-(100 + MAX_BATCH_TOKENS) // PANEL_ROWS) * PANEL_ROWS
     )
@@ -236,7 +235,6 @@ def test_hidden_states_after_last_norm_give_logits(name):
     tokens, model, tensors = random_tokens(config, 40), random_model(config), random_tensors(config, 0)
     plain, cache = model.new_cache(), model.new_cache([config.n_layers + 1])
     logits = plain.forward(tokens, 40).copy()
-    assert len(cache._executor._ops) == len(plain._executor._ops) + 2
     for n in (3, 30, 40):
         np.testing.assert_array_equal(cache.forward(tokens[:n], 1), logits[n - 1 : n])
     states = cache.get_hidden_states(tokens, 0)

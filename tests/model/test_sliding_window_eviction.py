@@ -20,6 +20,7 @@ from specdec.model_config import ModelConfig
 from specdec.runtime.memory import CAN_RELEASE_PAGES, LazyMemory, copy_nonzero_pages, release_pages
 from tests.tools.configs import replace_config
 from tests.tools.family_models import FAMILIES, random_tensors
+from tests.tools.inside import get_buffers
 from tests.tools.random_models import THREAD_COUNTS, interrupt_after, random_tokens, run_in_blocks
 
 NAMES = ("gemma", "gemma 2", "exaone 4", "gpt-oss", "mistral", "gemma 4", "gemma 4, experts", "gemma 4, values that are keys")
@@ -217,7 +218,7 @@ def test_nothing_is_evicted_for_small_sequences_or_other_architectures() -> None
     for name in ("gpt2", "lfm2", "qwen3"):
         config = replace(FAMILIES[name], seq_len=400)
         architecture = get_architecture(config)
-        own = SlidingWindowEvictor(architecture, config, cache._buffers.sizes.kv, 400)
+        own = SlidingWindowEvictor(architecture, config, get_buffers(cache).sizes.kv, 400)
         assert own.get_min_rewind(10**9) == 0 and own.saved_bytes(10**6) == 0
 
 
@@ -225,7 +226,7 @@ def test_evicting_a_layer_keeps_other_layers(no_slack: None) -> None:
     """Also for a sequence with less capacity than another one of its batch."""
     model = make_model("gemma")
     model.new_cache().forward(random_tokens(model.config, 1500), 0)
-    buffers = model.new_cache()._buffers
+    buffers = get_buffers(model.new_cache())
     for layer in buffers.layers:
         layer.kv.keys[...] = layer.kv.values[...] = 1.0
     model.window_evictor.evict_all(buffers)

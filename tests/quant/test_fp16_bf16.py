@@ -2,7 +2,6 @@
 
 import functools
 import os
-import pickle
 import subprocess
 import sys
 from dataclasses import replace
@@ -121,16 +120,6 @@ def test_int8_and_fp32_copies_equal_those_of_widened_weights(format_name: str) -
                 assert copy.format_names == weight_format.name
                 for name, matrix in expected.matrices.items():
                     assert_same_bits(copy.matrices[name].panels, matrix.panels)
-
-
-def test_unpickled_half_precision_model_is_equal() -> None:
-    config = CONFIGS["odd"]
-    tokens = random_tokens(config, 20)
-    for format_name in FORMATS:
-        model = Model(config, LLAMA.pack(config, half_tensors(config, format_name)), 1)
-        unpickled = pickle.loads(pickle.dumps(model))
-        assert unpickled.weights.format_names == format_name
-        assert_same_bits(run_in_blocks(unpickled, tokens, 7), run_in_blocks(model, tokens, 7))
 
 
 def test_weights_keep_their_format_and_mixed_ones_become_fp32() -> None:

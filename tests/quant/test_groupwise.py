@@ -1,6 +1,5 @@
 """Grouped weights: GGUF's block types and int4: their values, their products, and the promise of equal bits."""
 
-import pickle
 from dataclasses import replace
 from fractions import Fraction
 from types import SimpleNamespace
@@ -27,7 +26,7 @@ from specdec.runtime.simd import PANEL_ROWS
 from tests.tools import reference
 from tests.tools.block_tensors import ROWS, RUNS_HERE, N, RandomBlockTensor, run_matmul
 from tests.tools.checkpoint_files import random_tensors
-from tests.tools.random_models import CONFIGS, THREAD_COUNTS, random_model, random_tokens, round_to_float32, run_in_blocks
+from tests.tools.random_models import CONFIGS, THREAD_COUNTS, random_tokens, round_to_float32, run_in_blocks
 
 MIXES = {
     ("Q4_K", "Q6_K", "Q5_K"): "mixed K",
@@ -264,13 +263,6 @@ def test_int4_logits_match_its_floats_and_do_not_depend_on_the_batch(name):
         for chunk in (2, 9, 40):
             got = run_in_blocks(Model(config, weights, n_threads), tokens, chunk)
             np.testing.assert_array_equal(got.view(np.int32), logits.view(np.int32))
-
-
-def test_unpickled_int4_model_is_equal():
-    model = random_model(CONFIGS["gqa"], INT4)
-    unpickled = pickle.loads(pickle.dumps(model))
-    assert unpickled.weights.format_names == "int4 and int8"
-    np.testing.assert_array_equal(run_in_blocks(unpickled, [1, 2, 3], 3), run_in_blocks(model, [1, 2, 3], 3))
 
 
 def test_parse_quantize_returns_the_format_of_each_model():

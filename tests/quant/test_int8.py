@@ -37,7 +37,7 @@ from specdec.runtime.op_program import Kernel
 from specdec.runtime.simd import CPU_FEATURES, PANEL_ROWS, round_up
 from tests.tools import reference
 from tests.tools.block_tensors import FEATURES, RUNS_HERE
-from tests.tools.checkpoint_files import ROOT, SHARED, quantized_tensors, random_tensors, write_checkpoint, write_int8_checkpoint
+from tests.tools.checkpoint_files import ROOT, quantized_tensors, random_tensors, write_checkpoint, write_int8_checkpoint
 from tests.tools.random_models import (
     CONFIGS,
     THREAD_COUNTS,
@@ -225,21 +225,6 @@ def test_int8_logit_bits_do_not_depend_on_batch_threads_or_instructions(name):
             model = int8_model(config, n_threads, weight_format)
             for chunk in [*range(1, 18), 64]:
                 np.testing.assert_array_equal(run_in_blocks(model, tokens, chunk).view(np.int32), alone)
-
-
-def test_int8_logit_bits_of_real_models_do_not_depend_on_batch_threads_or_instructions():
-    for path in (DEFAULT_TARGET, DEFAULT_DRAFT, *sorted(SHARED.glob("models/stories*.bin"))):
-        checkpoint = load_checkpoint(path)
-        native, portable = (
-            LLAMA.pack(checkpoint.config, checkpoint.tensors, weight_format) for weight_format in (NATIVE_INT8, PORTABLE_INT8)
-        )
-        tokens = random_tokens(checkpoint.config, 130)
-        alone = run_in_blocks(Model(checkpoint.config, native, 1, n_positions=130), tokens, 1)
-        for n_threads in THREAD_COUNTS:
-            for weights in (native, portable):
-                model = Model(checkpoint.config, weights, n_threads, n_positions=130)
-                for chunk in (2, 5, 8, 9, 17, 64):
-                    np.testing.assert_array_equal(run_in_blocks(model, tokens, chunk).view(np.int32), alone.view(np.int32))
 
 
 def quantize_by_numpy(rows: np.ndarray, group_size: int) -> Int8Rows:

@@ -37,14 +37,11 @@ from tests.fakes.terminal import TIMEOUT_S, ShellJob, run_process, wait_until
 from tests.tools.conversations import (
     N_TOKENS,
     QUESTION,
-    enter,
-    get_decoder,
-    get_slots,
-    get_visible_messages,
     make_conversation,  # noqa: F401  (a fixture)
     model,  # noqa: F401  (a fixture)
 )
 from tests.tools.hf_folders import FIXTURES, edit_config
+from tests.tools.inside import enter, get_cached_tokens, get_decoder, get_idle_and_used_slots, get_visible_messages
 from tests.tools.package import ROOT
 
 
@@ -79,7 +76,7 @@ def test_a_turn_runs_only_its_new_tokens(make_conversation: Callable[..., Conver
         (conversation.regenerate, N_TOKENS),
         (lambda: (conversation.clear(), conversation.ask(QUESTION))[1], None),
     ):
-        cached = get_slots(get_decoder(conversation))[0].caches.target._tokens[:]
+        cached = get_cached_tokens(get_idle_and_used_slots(get_decoder(conversation))[0][0].caches.target)
         counts.clear()
         events = list(start())
         prompt = next(event.tokens for event in events if isinstance(event, Prompt))
@@ -452,9 +449,8 @@ def test_typed_input_is_utf8_in_any_locale(model: Path, tmp_path: Path, environm
 def test_invalid_utf8_is_decoded_by_the_locale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for encoding, text in (("iso8859-1", "dé日"), ("utf-8", "d\udce9"), ("ascii", "d\udce9")):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
-        lines = LineEditor(None, lambda _: False, lambda _: [], is_bold=False)
-        assert lines._decode("d\udce9") == text.removesuffix("日")
-        assert lines._decode("dé日") == "dé日"
+        decode = LineEditor(None, lambda _: False, lambda _: [], is_bold=False)._decode
+        assert (decode("d\udce9"), decode("dé日")) == (text.removesuffix("日"), "dé日")
 
 
 def test_tab_completes_a_command_and_is_literal_in_a_message(
@@ -462,6 +458,7 @@ def test_tab_completes_a_command_and_is_literal_in_a_message(
 ) -> None:
     conversation = make_conversation()
     chat = ChatSession(conversation, ModelLabels("a", "b"), plain=True)
+    complete = chat._get_completions
     for name in ("one talk", "onetwo/", ".hidden", "o\x1b[2J"):
         (tmp_path / name).mkdir() if name.endswith("/") else (tmp_path / name).touch()
     for line, completions in {
@@ -470,8 +467,8 @@ def test_tab_completes_a_command_and_is_literal_in_a_message(
         f"/load {tmp_path}/": [f"/load {tmp_path}/{name}" for name in ("one talk", "onetwo/")],
         f"/save {tmp_path}/.": [f"/save {tmp_path}/.hidden"], f"/load {tmp_path}/nowhere/": [], "/load ~nobody-here/": [],
     }.items():  # fmt: skip
-        assert chat._get_completions(line) == completions
-    lines = LineEditor(None, chat._is_command, chat._get_completions, is_bold=False)
+        assert complete(line) == completions
+    lines = LineEditor(None, chat._is_command, complete, is_bold=False)
     for line, word, expected in (
         (f"/load {tmp_path}/one t", "t", ["talk"]), ("/sy", "/sy", ["/system "]), ("é /s", "/s", ["/s\t"]), ("a ", "", ["\t"]),
     ):  # fmt: skip
@@ -522,7 +519,7 @@ def test_a_terminal_lost_during_an_answer_loses_no_message(
 ) -> None:
     conversation = make_conversation()
     chat = ChatSession(conversation, ModelLabels("a", "b"), plain=True)
-    chat._last_conversation_path = tmp_path / "state" / "last-talk"
+    path = chat._last_conversation_path = tmp_path / "state" / "last-talk"
 
     def fail(*_: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -533,12 +530,12 @@ def test_a_terminal_lost_during_an_answer_loses_no_message(
         patch.setattr(AnswerView, "show", lambda _, event: fail() if isinstance(event, Step) else None)
         with pytest.raises(OSError, match="Input/output"):
             enter(chat, "And then?")
-    messages = json.loads(chat._last_conversation_path.read_text())["messages"]
+    messages = json.loads(path.read_text())["messages"]
     assert [message["content"] for message in messages[::2]] == [QUESTION, "And then?"]
     assert messages[3]["tokens"]
     enter(chat, "/clear")
     enter(chat, "robin " * 400)  # too long for the context
-    assert json.loads(chat._last_conversation_path.read_text())["messages"] == messages
+    assert json.loads(path.read_text())["messages"] == messages
 
 
 def test_a_full_disk_damages_neither_history_nor_saved_conversation(
@@ -548,20 +545,20 @@ def test_a_full_disk_damages_neither_history_nor_saved_conversation(
     conversation.save(saved)
     history.write_text('"one"\n')
     before = saved.read_text()
-    lines = LineEditor(history, lambda _: False, lambda _: [], is_bold=False)
+    save = LineEditor(history, lambda _: False, lambda _: [], is_bold=False)._save_to_history
 
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", fail)
-        lines._save_to_history("two")
+        save("two")
         with pytest.raises(ValueError, match="kept: No space left on device"):
             conversation.save(saved)
     assert (history.read_text(), saved.read_text()) == ('"one"\n', before)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["history", "kept"]
-    lines._save_to_history("x" * 100_000)  # too long for the history
-    lines._save_to_history("two")
+    save("x" * 100_000)  # too long for the history
+    save("two")
     assert history.read_text() == '"one"\n"two"\n'
 
 

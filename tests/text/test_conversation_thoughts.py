@@ -25,12 +25,10 @@ from specdec.ui.terminal_window import STYLES, Window
 from tests.fakes.terminal import Screen
 from tests.tools.conversations import (
     QUESTION,
-    enter,
-    get_decoder,
-    get_visible_messages,
     make_conversation,  # noqa: F401  (a fixture)
     model,  # noqa: F401  (a fixture)
 )
+from tests.tools.inside import enter, get_decoder, get_visible_messages
 
 THINKER = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -164,22 +162,20 @@ def test_a_thought_is_folded_in_the_panel_and_a_key_opens_it(thinker: Callable[.
     out = io.StringIO()
     window = Window(Console(file=out, force_terminal=True, width=60, height=30))
     panel, shown = LivePanel(window, Statistics(), 99, ModelLabels("a")), list[str]()
-    panel.show(Prompt([1], 0.0, "Is it a robin?"))
-    for event in list(thinker("<think>\nHm, hm.\n</think>\n\nYes.", 1).ask(QUESTION))[1:]:
-        panel.show(event)
-        shown.append(sanitize(panel._final_page()))
-    assert any("Hm, hm." in page and "thought for" not in page for page in shown), "while the model thinks"
 
     def get_page() -> list[str]:
         return [row.strip() for row in sanitize(panel._final_page()).split("\n")][:-1]
 
+    panel.show(Prompt([1], 0.0, "Is it a robin?"))
+    for event in list(thinker("<think>\nHm, hm.\n</think>\n\nYes.", 1).ask(QUESTION))[1:]:
+        panel.show(event)
+        shown.append("\n".join(get_page()))
+    assert any("Hm, hm." in page and "thought for" not in page for page in shown), "while the model thinks"
     folded = ["Is it a robin?", "thought for 9.0 s, 9 tokens", "", "Yes."]
     assert get_page() == folded
-    panel._handle_input("thought")
-    assert get_page() == [folded[0], "Hm, hm.", *folded[1:]]
-    panel._handle_input("thought")
-    assert get_page() == folded
-    panel._handle_input("explain")
+    for action, page in (("thought", [folded[0], "Hm, hm.", *folded[1:]]), ("thought", folded), ("explain", folded)):
+        panel._handle_input(action)
+        assert get_page() == page
     rows = ["".join(text for text, _ in row) for row in panel.render(ConsoleDimensions(100, 30))]
     assert any("t: the thought" in row for row in rows)
 
@@ -190,13 +186,14 @@ def test_thinking_is_switched_if_the_template_takes_it(
     conversation = thinker("Yes.")
     chat = ChatSession(conversation, ModelLabels("a"), plain=True)
     conversation.messages = [{"role": "user", "content": QUESTION}]
-    default, decoder = conversation._encode(), get_decoder(conversation)
+    encode, decoder = conversation._encode, get_decoder(conversation)
+    default = encode()
     for command, notice, is_default in (
         ("/think", "as the chat template has it", True), ("/think off", "thinking: off", False),
         ("/think maybe", "/think takes on or off", False), ("/think on", "thinking: on", True),
     ):  # fmt: skip
         enter(chat, command)
-        assert notice in capsys.readouterr().err and (conversation._encode() == default) == is_default
+        assert notice in capsys.readouterr().err and (encode() == default) == is_default
     decoder.chat_template.source = "{{ messages[-1].content }}"
     conversation.thinking = None
     enter(chat, "/think off")

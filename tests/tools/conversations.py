@@ -7,10 +7,7 @@ from typing import Any
 import pytest
 
 from specdec import SpeculativeDecoder
-from specdec.engine.prefix_cache import KVSlot
-from specdec.text.chat_template import Message
 from specdec.text.conversation import ChatSettings, Conversation
-from specdec.ui.chat import ChatSession
 from tests.tools.hf_folders import FIXTURES
 from tests.tools.model_folders import make_folder
 
@@ -35,24 +32,3 @@ def make_conversation(model: Path) -> Callable[..., Conversation]:
         return Conversation(decoder, system, ChatSettings(**{"max_tokens": N_TOKENS, "seed": 5} | settings), "chat-model")
 
     return make
-
-
-def get_decoder(conversation: Conversation) -> SpeculativeDecoder:
-    return conversation._decoder
-
-
-def get_visible_messages(conversation: Conversation) -> list[Message]:
-    """Return the messages that the next prompt renders, with the system prompt and without dropped turns."""
-    return conversation._get_visible_messages()
-
-
-def get_slots(decoder: SpeculativeDecoder) -> list[KVSlot]:
-    """Return the slots with the KV caches of a decoder's sequences."""
-    prefix_cache = decoder._prefix_cache
-    prefix_cache._settle()
-    return [*prefix_cache._idle, *prefix_cache._in_use]
-
-
-def enter(chat: ChatSession, line: str) -> None:
-    """Give a line to a chat as if it had been typed."""
-    chat._handle_input(line)

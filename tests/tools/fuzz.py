@@ -58,6 +58,7 @@ from tests.tools import reference
 from tests.tools.decode import END_MARKS, decode, get_cache
 from tests.tools.fuzz_common import FINE, FOLDER, REFUSED, check_one_line, check_tensors, corrupt, damage_folder, damage_gguf
 from tests.tools.fuzz_heads import fuzz_head
+from tests.tools.inside import get_buffers
 
 HANG_TIMEOUT_S = 120  # a case that takes longer hangs
 MAX_SHOWN_FAILURES = 5  # per campaign
@@ -143,7 +144,7 @@ def fuzz_checkpoint(rng):
         model = load_model(path, int8, n_threads=1)
         tokens, cache = [rng.randrange(model.vocab_size) for _ in range(min(n, model.n_positions))], model.new_cache()
         assert cache.forward(tokens, len(tokens)).shape == (len(tokens), model.vocab_size)
-        mapped = sum(each.array.nbytes for each in cache._buffers.new.own)
+        mapped = sum(each.array.nbytes for each in get_buffers(cache).new.own)
         outcome = FINE
     except CheckpointError as error:
         outcome, mapped = check_one_line(error, str(path)), 0

@@ -18,9 +18,9 @@ from specdec.text.chat_template import ChatTemplate, TemplateError
 from specdec.text.conversation import ChatSettings, Conversation
 from specdec.ui.chat import ChatSession
 from specdec.ui.plain_views import ModelLabels
-from tests.tools.conversations import enter, get_decoder, get_slots, get_visible_messages
 from tests.tools.fuzz_common import FINE, FOLDER, REFUSED, check_one_line, corrupt, random_json
 from tests.tools.hf_folders import FIXTURES
+from tests.tools.inside import enter, get_cached_tokens, get_decoder, get_executor, get_idle_and_used_slots, get_visible_messages
 from tests.tools.model_folders import make_folder
 
 POSITIONS = 320
@@ -88,13 +88,18 @@ def random_words(rng):
     return "".join(rng.choices(WORDS, k=rng.choice([0, 1, 2, rng.randint(1, 12)])))
 
 
+def get_slots(decoder):
+    idle, in_use = get_idle_and_used_slots(decoder)
+    return idle + in_use
+
+
 @contextlib.contextmanager
 def count_run_tokens(decoder):
     """Yield a list that receives the number of tokens of each forward pass of a decoder's target."""
     counts, run = [], Executor.__call__
 
     def count(self, n_tokens, *args):
-        if any(self is slot.caches.target._executor for slot in get_slots(decoder)):
+        if any(self is get_executor(slot.caches.target) for slot in get_slots(decoder)):
             counts.append(n_tokens)
         return run(self, n_tokens, *args)
 
@@ -108,7 +113,7 @@ def check_answer(rng, name, conversation, events, attempt):
     A prompt must run only its new tokens, and old messages must be dropped only if the context is full.
     """
     decoder, n_dropped = get_decoder(conversation), conversation.n_dropped
-    cached = [slot.caches.target._tokens[:] for slot in get_slots(decoder)]
+    cached = [get_cached_tokens(slot.caches.target) for slot in get_slots(decoder)]
     stop = rng.choice([None, None, None, rng.randint(1, 6)])
     tokens, text, prompt = [], "", None
     try:

@@ -81,7 +81,8 @@ def get_auto_class(config):
 def random_model(config, seed):
     """Return a random model: norms near one, biases and matrices large enough for selective attention and distinct logits."""
     torch.manual_seed(seed)
-    return randomize(get_auto_class(config).from_config(config, dtype=torch.float32)).to(config.dtype).eval()
+    model = get_auto_class(config).from_config(copy.deepcopy(config), dtype=torch.float32)  # changes the config's dtype
+    return randomize(model).to(config.dtype).eval()
 
 
 def randomize(model):

@@ -17,7 +17,7 @@ from rich.console import Console, ConsoleDimensions
 from specdec.events import Event, PrefillProgress, Prompt, Proposal, Statistics, Step
 from specdec.text.detokenizer import EventDetokenizer
 from specdec.tokenizer import BOS, FIRST_BYTE, Tokenizer
-from specdec.ui.keyboard import KEY_ACTIONS, Keyboard
+from specdec.ui.keyboard import Keyboard
 from specdec.ui.panel import MIN_SHOW_S, MIN_SHOW_TOKENS, PANEL_DELAY_S, LivePanel, buffer_events
 from specdec.ui.plain_views import (
     ModelLabels,
@@ -105,6 +105,11 @@ class Stage:
         self.statistics.add(step)
         self.show(step)
         return self.output[start:]
+
+    def press(self, *keys: bytes) -> None:
+        """Type keys and let the panel read them."""
+        self.keys.typed = [*keys]
+        self.panel._poll()
 
     @property
     def output(self) -> str:
@@ -386,22 +391,10 @@ def test_word_has_style_of_its_first_piece() -> None:
 @pytest.mark.parametrize("width", [5, 12, 40, 76])
 def test_text_grows_only_at_its_end_and_is_complete(width: int) -> None:
     rng = random.Random(width)
-    pieces = [
-        " the",
-        " rabb",
-        "it",
-        "s",
-        "\n",
-        " ",
-        ",",
-        " 日本",
-        "語",
-        "🙂",
-        " supercalifragilistic",
-        "expialidocious",
-        "é",
+    pieces = (
+        " the", " rabb", "it", "s", "\n", " ", ",", " 日本", "語", "🙂", " supercalifragilistic", "expialidocious", "é",
         "e\u0301",
-    ]
+    )  # fmt: skip
     for _ in range(20):
         styled, before, text = StyledText(), [], ""
         for _ in range(120):
@@ -733,10 +726,9 @@ def test_paused_text_has_every_letter_of_shown_passes(tokenizer: Tokenizer) -> N
         stage.begin("the")
         stage.step(stage.encode(" then and then and then unfin"))
         assert "unfin" not in "".join(stage.section(0))
-        stage.keys.typed = [b" "]
-        stage.panel._poll()
+        stage.press(b" ")
         assert stage.section(0)[0] == "the then and then and then unfin"
-        stage.panel._handle_input(KEY_ACTIONS[b" "])
+        stage.press(b" ")
         stage.step(stage.encode("ishedness end"))
         assert stage.section(0)[:2] == ["the then and then and then unfinishe", "dness end"]
 
@@ -761,28 +753,17 @@ def test_right_arrow_takes_one_step(tokenizer: Tokenizer, arrow: bytes) -> None:
 
 def test_plus_and_minus_change_the_pace(tokenizer: Tokenizer) -> None:
     with Stage(tokenizer, pace=5) as stage:
-        for key, pace in [
-            (b"+", "8"),
-            (b"-", "4"),
-            (b"-", "2"),
-            (b"-", "1"),
-            (b"-", "0.5"),
-            (b"-", "0.25"),
-            (b"-", "0.25"),
-            (b"=", "0.5"),
-        ]:
-            stage.panel._handle_input(KEY_ACTIONS[key])
+        for key, pace in zip("+------=", ("8", "4", "2", "1", "0.5", "0.25", "0.25", "0.5"), strict=True):
+            stage.press(key.encode())
             assert f" {pace} passes a second " in stage.screen()
-        for _ in range(9):
-            stage.panel._handle_input(KEY_ACTIONS[b"+"])
+        stage.press(*[b"+"] * 9)
         assert "passes a second" not in stage.screen()
 
 
 def test_q_ends_and_question_mark_shows_keys(tokenizer: Tokenizer) -> None:
     with Stage(tokenizer) as stage:
         stage.begin("the")
-        stage.keys.typed = [b"x", b"\x1b", b"\x1b[A"]
-        stage.panel._poll()
+        stage.press(b"x", b"\x1b", b"\x1b[A")
         assert "green:" in stage.screen()
         stage.keys.typed = [b"?"]
         stage.step(stage.encode("x"))
@@ -904,6 +885,7 @@ def test_summary_has_all_statistics_and_fits(width: int) -> None:
     print_summary(console, some_statistics(), seed=17, weights="target fp32")
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert max(map(len, text.splitlines())) <= width
+    assert len({len(line.rstrip()) for line in text.splitlines()}) == 1 or width < 80, "right-aligned"
     figures = dict(re.split(r" {2,}", line.strip(), maxsplit=1) for line in text.splitlines())
     assert figures == {
         "prompt tokens": "5", "generated": "4", "drafted": "6", "accepted": "2", "acceptance rate": "33.3%",
@@ -931,13 +913,6 @@ def test_experts_per_token_are_reported_alone_and_in_passes(tokenizer: Tokenizer
             stage.statistics.add(step)
             stage.show(step)
         assert "6.5 experts a token instead of 8" in stage.screen()
-
-
-def test_summary_is_right_aligned() -> None:
-    console = Console(file=io.StringIO(), width=80)
-    print_summary(console, some_statistics(), seed=17, weights="target fp32")
-    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
-    assert all(len(a) == len(b) for a, b in pairwise(lines))
 
 
 def test_json_has_statistics_and_extra_fields() -> None:

@@ -176,19 +176,6 @@ def test_signal_during_compilation_ends_at_once_quietly(pair: Pair, tmp_path: Pa
             assert screen.get_text().strip() == ""
 
 
-def test_child_processes_reset_ignored_signals(pair: Pair) -> None:
-    """Ignore signals as nohup or a script's background job does."""
-    before = [(number, signal.signal(number, signal.SIG_IGN)) for number in (INT, HUP)]
-    try:
-        with ShellJob(make_endless_arguments(pair)) as job, run_process(make_endless_arguments(pair, "-n", 0)) as process:
-            for number in (INT, HUP):
-                wait_until(lambda number=number: has_signal_handler(job.pid, number))  # type: ignore[misc]
-                wait_until(lambda number=number: has_signal_handler(process.pid, number))  # type: ignore[misc]
-    finally:
-        for number, handler in before:
-            signal.signal(number, handler)
-
-
 def test_signal_during_startup_ends_at_once_quietly(pair: Pair) -> None:
     with contextlib.ExitStack() as jobs:
         for seconds, signum in ((0, INT), (0.1, TERM), (0.2, HUP)):
