@@ -262,10 +262,14 @@ def test_prefill_line_is_removed_before_shown_output_and_stays_for_hidden_output
         assert not "".join(behind).strip()
 
 
-def test_interrupt_during_later_prefill_keeps_output(terminal: Callable[..., Terminal], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_later", [False, True])
+def test_interrupt_during_prefill_keeps_the_prompt_and_the_output(
+    terminal: Callable[..., Terminal], monkeypatch: pytest.MonkeyPatch, is_later: bool
+) -> None:
     def events() -> Iterator[Event | PrefillProgress]:
-        yield Prompt([1, 2], 0.0, "Once upon")
-        yield Step([5], [], 0, 0.1, 0.0, pieces=[" a"])
+        if is_later:
+            yield Prompt([1, 2], 0.0, "Once upon")
+            yield Step([5], [], 0, 0.1, 0.0, pieces=[" a"])
         yield PrefillProgress([1, 2, 5], 0.0)
         monkeypatch.setattr(signals, "end_signal", 2)
         yield PrefillProgress([1, 2, 5], 0.5)
@@ -275,24 +279,7 @@ def test_interrupt_during_later_prefill_keeps_output(terminal: Callable[..., Ter
     monkeypatch.setattr(progress, "STATUS_DELAY_S", 0.0)
     monkeypatch.setattr(signals, "begin_output", lambda: None)
     run_view(PlainView(out), show_prefill_progress(events()), statistics, Prompt([1, 2], 0.0, "Once upon"))
-    assert out.getvalue() == "Once upon a\n"
-    assert (statistics.stop_reason, statistics.n_generated) == ("interrupted", 1)
+    assert out.getvalue() == "Once upon" + " a" * is_later + "\n"
+    assert (statistics.stop_reason, statistics.n_generated) == ("interrupted", int(is_later))
     place.close()
     assert "reading" in place.shown and place.shown.split("\r")[-2].strip() == ""
-
-
-def test_interrupt_during_prefill_outputs_the_prompt(terminal: Callable[..., Terminal], monkeypatch: pytest.MonkeyPatch) -> None:
-    def events() -> Iterator[Event | PrefillProgress]:
-        yield PrefillProgress([1, 2], 0.0)
-        monkeypatch.setattr(signals, "end_signal", 2)
-        yield PrefillProgress([1, 2], 0.5)
-        raise AssertionError("nobody asks for more")
-
-    place, out, statistics = terminal(), io.StringIO(), Statistics(n_prompt=2)
-    monkeypatch.setattr(progress, "STATUS_DELAY_S", 0.0)
-    monkeypatch.setattr(signals, "begin_output", lambda: None)
-    run_view(PlainView(out), show_prefill_progress(events()), statistics, Prompt([1, 2], 0.0, "Once upon"))
-    assert out.getvalue() == "Once upon\n"
-    assert (statistics.stop_reason, statistics.n_generated) == ("interrupted", 0)
-    place.close()
-    assert place.shown.split("\r")[-2].strip() == ""
