@@ -3,7 +3,7 @@
 from typing import Any
 
 from specdec import SpeculativeDecoder
-from specdec.draft.cost_curves import CostCurve
+from specdec.draft.draft_length import CostCurve
 from specdec.engine.autotuner import Autotuner
 from specdec.engine.prefix_cache import KVSlot
 from specdec.text.chat_template import Message
