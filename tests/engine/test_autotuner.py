@@ -22,6 +22,7 @@ from specdec.sampling import Sampling
 from specdec.text.tokenizer_lookup import SharedVocabulary
 from specdec.tokenizer import BOS
 from tests.tools.decode import END_MARKS, get_steps
+from tests.tools.inside import get_curve
 from tests.tools.random_models import tiny_model
 
 OWN = SharedVocabulary(105, 105)
@@ -61,12 +62,12 @@ def test_tasks_run_once_and_other_settings_add_only_their_own(fast_steps, draft)
     }
     assert get_pending_tasks(warm_up, SpeculativeSettings()) == tasks[draft]
     warm_up.run(SpeculativeSettings())
-    curve = tuner._curve
+    curve = get_curve(tuner)
     assert (curve is None) == (draft == "none") and warm_up.is_complete(SpeculativeSettings(4))
     other = SpeculativeSettings(4, "block")
     assert get_pending_tasks(warm_up, other) == (["block"] if draft != "none" else [])
     warm_up.run(other)
-    assert tuner._curve is curve and warm_up.is_complete(other)
+    assert get_curve(tuner) is curve and warm_up.is_complete(other)
 
 
 @pytest.mark.parametrize(

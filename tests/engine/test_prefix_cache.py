@@ -19,6 +19,7 @@ from specdec.tokenizer import BOS, Tokenizer
 from tests.tools.checkpoint_files import write_tokenizer
 from tests.tools.decode import get_tokens
 from tests.tools.hf_folders import CONFIGS, FIXTURES
+from tests.tools.inside import get_cached_tokens, get_idle_and_used_slots
 from tests.tools.prompt_caches import GREEDY, RNG, CountingCache, random_tokens
 
 PREFIX = [BOS, *RNG.integers(3, 64, 12).tolist()]
@@ -68,9 +69,9 @@ def test_waiting_for_memory_changes_nothing(endless):
     prefixes = CountingCache(endless, 3)
     prefixes.release(prefixes.prefill([*PREFIX, *random_tokens(100)], 0), 113)
     running, n_made = prefixes.prefill([BOS, 4], 500), prefixes.n_made
-    idle = [*prefixes._idle]
+    slots = get_idle_and_used_slots(prefixes)
     assert all(prefixes.acquire([*PREFIX, *random_tokens(10)], 280) is None for _ in range(20))
-    assert prefixes.n_made == n_made and prefixes._idle == idle
+    assert prefixes.n_made == n_made and get_idle_and_used_slots(prefixes) == slots
     prefixes.release(running, 500)
     assert prefixes.acquire([*PREFIX, *random_tokens(10)], 280).n_held == 13
 
@@ -149,8 +150,7 @@ def test_a_prefix_copy_without_memory_fails_only_its_sequence(endless, monkeypat
     for sequence in sequences:
         if sequence not in failed:
             assert_same(endless, sequence, events[sequence])
-    scheduler._prefix_cache._settle()
-    assert len(failed) == n_failed == 5 and not scheduler._prefix_cache._in_use
+    assert len(failed) == n_failed == 5 and not get_idle_and_used_slots(scheduler)[1]
 
 
 @pytest.mark.parametrize("n_slots", [1, 2, 8])
@@ -178,8 +178,9 @@ def test_a_copy_never_replaces_its_source(endless):
     first, second = prefixes.prefill(prompt, 2), prefixes.prefill([BOS, *random_tokens(60)], 2)
     for slot in (first, second):
         prefixes.release(slot, 75)
-    slot = prefixes.acquire([*prompt[:30], *second.caches.target._tokens[1:4]], 80)
-    assert slot is second and slot.n_held == 30 and first.n_held == len(prompt) and prefixes._idle == [first]
+    slot = prefixes.acquire([*prompt[:30], *get_cached_tokens(second.caches.target)[1:4]], 80)
+    assert slot is second and slot.n_held == 30 and first.n_held == len(prompt)
+    assert get_idle_and_used_slots(prefixes) == ([first], [second])
 
 
 def test_a_failed_restore_leaves_no_slot_in_use(endless):
@@ -192,7 +193,7 @@ def test_a_failed_restore_leaves_no_slot_in_use(endless):
     for _ in range(5):
         with pytest.raises(MemoryError):
             prefixes.acquire([*PREFIX, *random_tokens(10)], 200)
-    assert prefixes.n_made == 5 and not prefixes._in_use
+    assert prefixes.n_made == 5 and not get_idle_and_used_slots(prefixes)[1]
 
 
 def test_a_slot_is_released_while_another_thread_holds_the_lock(endless):
@@ -221,8 +222,8 @@ def test_idle_slots_beyond_the_limit_are_dropped(endless):
     for stream in streams:
         stream.close()
     endless.generate([BOS, 9], 2)
-    endless._prefix_cache._settle()
-    assert len(endless._prefix_cache._idle) == 1 and not endless._prefix_cache._in_use
+    idle, used = get_idle_and_used_slots(endless)
+    assert len(idle) == 1 and not used
 
 
 def test_an_interrupted_admission_leaves_no_slot_in_use(endless, monkeypatch):
@@ -233,8 +234,7 @@ def test_an_interrupted_admission_leaves_no_slot_in_use(endless, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         endless.generate([BOS, 5], 3)
     monkeypatch.undo()
-    endless._prefix_cache._settle()
-    assert not endless._prefix_cache._in_use and len(endless.generate([BOS, 5], 3).tokens) == 3
+    assert not get_idle_and_used_slots(endless)[1] and len(endless.generate([BOS, 5], 3).tokens) == 3
 
 
 def test_a_prompt_that_cannot_be_kept_fails_no_output(pair, tmp_path, monkeypatch):

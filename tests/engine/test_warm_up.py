@@ -15,6 +15,7 @@ from specdec.engine import autotuner, warm_up
 from specdec.engine.scheduler import Scheduler
 from tests.conftest import Pair
 from tests.tools.checkpoint_files import ROOT
+from tests.tools.inside import get_curve
 from tests.tools.random_heads import head_folder
 
 # A process per case, forked before anything is compiled or loaded. With the times set here all drafts are profitable.
@@ -164,7 +165,7 @@ def test_an_interrupted_warm_up_is_completed_later(pair: Pair, monkeypatch: pyte
         decoder.warm_up()
     text = decoder.generate("ab", 30, temperature=0).text
     assert calls[:2] == [False, True]
-    assert decoder.autotuner._curve
+    assert get_curve(decoder.autotuner)
     assert decoder._warm_up.is_complete(SpeculativeSettings(tree="on"))
     assert text == SpeculativeDecoder(pair.target, None).generate("ab", 30, temperature=0).text
 
@@ -172,7 +173,7 @@ def test_an_interrupted_warm_up_is_completed_later(pair: Pair, monkeypatch: pyte
 def test_a_second_warm_up_measures_nothing(pair: Pair) -> None:
     decoder = SpeculativeDecoder(pair.target, pair.draft, n_threads=1)
     decoder.warm_up()
-    curve = decoder.autotuner._curve
+    curve = get_curve(decoder.autotuner)
     decoder.verify, decoder.gamma = "block", 3
     decoder.warm_up()
-    assert decoder.autotuner._curve is curve
+    assert get_curve(decoder.autotuner) is curve

@@ -41,6 +41,7 @@ from specdec.server.model_manager import prewarm
 from specdec.text import structured_output
 from specdec.text.structured_output import CPUTimer
 from tests.tools.engine_threads import Output, assert_same, endless, make_engine, make_request, submit  # noqa: F401  (fixtures)
+from tests.tools.inside import get_running, get_seconds_of_clients
 from tests.tools.listeners import hello, listener, send_get
 from tests.tools.prompt_caches import CountingCache, random_tokens
 
@@ -462,18 +463,19 @@ def test_a_new_client_starts_with_the_minimum_pass_time(endless: Any, make_engin
     wait_until(lambda: len(first.steps) > 100)
     submit(engine, make_long_request(endless, 200, 1), second, Client("b"))
     second.wait()
-    assert engine._scheduler._shares._seconds["b"] > 0.3
-    seconds = engine._scheduler._shares._seconds["b"]
+    seconds = get_seconds_of_clients(engine)["b"]
+    assert seconds > 0.3
     again = Output()
     submit(engine, make_request(endless, 3), again, Client("b"))
     again.wait()
-    assert engine._scheduler._shares._seconds["b"] >= seconds
+    assert get_seconds_of_clients(engine)["b"] >= seconds
     handle.cancel()
-    wait_until(lambda: not engine._scheduler.running)
+    wait_until(lambda: not get_running(engine))
     alone = Output()
     submit(engine, make_request(endless, 3), alone, Client("c"))
     alone.wait()
-    assert engine._scheduler._shares._seconds.keys() == {"c"} and engine._scheduler._shares._seconds["c"] < 0.1
+    [(client, seconds)] = get_seconds_of_clients(engine).items()
+    assert client == "c" and seconds < 0.1
 
 
 def test_prompts_of_clients_are_interleaved(

@@ -32,6 +32,16 @@ def get_idle_and_used_slots(owner: Any) -> tuple[list[KVSlot], list[KVSlot]]:
     return [*prefix_cache._idle], [*prefix_cache._in_use]
 
 
+def get_seconds_of_clients(engine: Any) -> dict[str, float]:
+    """Return the time that an engine's passes took by client, of clients with requests or a returning one's."""
+    return engine._scheduler._shares._seconds
+
+
+def get_running(engine: Any) -> Any:
+    """Return the running sequences of an engine."""
+    return engine._scheduler.running
+
+
 def get_cached_tokens(cache: Any) -> list[int]:
     """Return the tokens that a KV cache holds."""
     return [*cache._tokens]
