@@ -122,6 +122,13 @@ def read_files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+def write_partial_file(tmp_path: Path, data: bytes) -> None:
+    """Write what an interrupted download of the weights of org/model leaves."""
+    path = tmp_path / "home/hub/models--org--model/blobs" / f"{hashlib.sha256(WEIGHTS).hexdigest()}.incomplete"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+
+
 def list_partial_files(tmp_path: Path) -> list[str]:
     """Return the partial files in the cache."""
     return [path.name for path in (tmp_path / "home" / "hub").glob("models--*/**/*.incomplete")]
@@ -224,7 +231,7 @@ def test_all_shards_of_a_gguf_are_fetched(server: FakeHub) -> None:
     )
 
 
-def test_without_a_quant_safetensors_are_preferred_then_q8_0(server: FakeHub) -> None:
+def test_without_a_quant_the_cache_is_preferred_then_safetensors_then_q8_0(server: FakeHub) -> None:
     server.repositories["org/both"] = MODEL | GGUFS
     assert hf_hub.fetch("org/both").is_dir()
     assert hf_hub.fetch("org/both:Q4_K_M").is_file()
@@ -234,13 +241,10 @@ def test_without_a_quant_safetensors_are_preferred_then_q8_0(server: FakeHub) ->
     assert hf_hub.fetch("org/gguf").name == "model-Q8_0.gguf"
     server.repositories["org/few"] = {"model.IQ4_XS.gguf": b"few"}
     assert hf_hub.fetch("org/few").name == "model.IQ4_XS.gguf"
-
-
-def test_without_a_quant_the_cache_is_preferred_to_the_hub(server: FakeHub) -> None:
-    server.repositories["org/both"] = MODEL | GGUFS
-    path = hf_hub.fetch("org/both:Q6_K")
+    server.repositories["org/cached"] = MODEL | GGUFS
+    path = hf_hub.fetch("org/cached:Q6_K")
     server.requests.clear()
-    assert hf_hub.fetch("org/both") == path and server.requests == []
+    assert hf_hub.fetch("org/cached") == path and server.requests == []
 
 
 def test_the_error_about_a_missing_quant_lists_the_available_files(server: FakeHub) -> None:
@@ -250,28 +254,22 @@ def test_the_error_about_a_missing_quant_lists_the_available_files(server: FakeH
     assert "no GGUF file of Q5_K; available: none" in get_error(lambda: hf_hub.fetch("org/model:Q5_K"))
 
 
-def test_a_gguf_file_in_the_cache_needs_no_network(server: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    server.repositories["org/gguf"] = GGUFS
-    path = hf_hub.fetch("org/gguf:Q8_0")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert hf_hub.fetch("org/gguf:Q8_0") == path == hf_hub.fetch("org/gguf")
-    assert "HF_HUB_OFFLINE" in get_error(lambda: hf_hub.fetch("org/gguf:F16"))
-
-
 def test_a_mirror_without_sizes_is_supported(server: FakeHub) -> None:
     server.lists_sizes = False
     assert read_files(hf_hub.fetch("org/model")) == MODEL
 
 
-@pytest.mark.parametrize("name", ["org/model", "org/sharded"])
+@pytest.mark.parametrize("name", ["org/model", "org/sharded", "org/gguf:Q8_0"])
 def test_a_cached_model_needs_no_network(server: FakeHub, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    folder = hf_hub.fetch(name)
+    server.repositories["org/gguf"] = GGUFS
+    path = hf_hub.fetch(name)
     server.requests.clear()
-    assert hf_hub.fetch(name) == folder
+    assert hf_hub.fetch(name) == path
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert hf_hub.fetch(name) == folder
+    assert hf_hub.fetch(name) == hf_hub.fetch(name.partition(":")[0]) == path
+    assert "HF_HUB_OFFLINE" in get_error(lambda: hf_hub.fetch("org/gguf:F16"))
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    assert hf_hub.fetch(name) == folder
+    assert hf_hub.fetch(name) == path
     assert server.requests == []
 
 
@@ -454,9 +452,7 @@ def test_a_small_file_shorter_than_listed_is_rejected(server: FakeHub) -> None:
 
 @pytest.mark.parametrize("n_bytes", [len(WEIGHTS), len(WEIGHTS) + 1000, len(WEIGHTS) - 1000])
 def test_a_partial_file_of_other_content_is_replaced(server: FakeHub, tmp_path: Path, n_bytes: int) -> None:
-    partial = tmp_path / "home/hub/models--org--model/blobs" / f"{hashlib.sha256(WEIGHTS).hexdigest()}.incomplete"
-    partial.parent.mkdir(parents=True)
-    partial.write_bytes(bytes(n_bytes))
+    write_partial_file(tmp_path, bytes(n_bytes))
     if n_bytes <= len(WEIGHTS):
         assert "the download was removed; try again" in get_error(lambda: hf_hub.fetch("org/model"))
     assert read_files(hf_hub.fetch("org/model")) == MODEL
@@ -475,9 +471,7 @@ def test_a_file_longer_than_listed_is_rejected_and_replaced(server: FakeHub) -> 
 def test_progress_is_reported_in_bytes(server: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     reports: list[tuple[str, int, int]] = []
     monkeypatch.setattr(resumable_download, "progress_callbacks", [lambda *figures: reports.append(figures)])
-    partial = tmp_path / "home/hub/models--org--model/blobs" / f"{hashlib.sha256(WEIGHTS).hexdigest()}.incomplete"
-    partial.parent.mkdir(parents=True)
-    partial.write_bytes(WEIGHTS[: 2 * MB])
+    write_partial_file(tmp_path, WEIGHTS[: 2 * MB])
     hf_hub.fetch("org/model")
     weights = [n for name, n, total in reports if total == len(WEIGHTS)]
     assert weights[0] == 2 * MB and weights[-1] == len(WEIGHTS) and weights == sorted(weights) and len(weights) > 40
@@ -502,8 +496,7 @@ def test_a_full_disk_is_reported_before_writing(server: FakeHub, tmp_path: Path,
             f"not enough disk space for org/model in {tmp_path / 'home' / 'hub'}: 0.01 GB needed, 0.00 GB free; "
         )
         assert "model.safetensors" not in server.list_fetched_files()
-        partial = tmp_path / "home/hub/models--org--model/blobs" / f"{hashlib.sha256(WEIGHTS).hexdigest()}.incomplete"
-        partial.write_bytes(WEIGHTS[: 2 * MB])
+        write_partial_file(tmp_path, WEIGHTS[: 2 * MB])
         assert read_files(hf_hub.fetch("org/sharded")) and read_files(hf_hub.fetch("org/model")) == MODEL
         assert server.ranges == [f"bytes={2 * MB}-"]
 
@@ -752,21 +745,18 @@ def test_the_published_tokenizer_is_fetched_unless_one_is_next_to_the_model(stor
         assert model_paths.find_tokenizer(None, tmp_path / "model.bin", size).read_bytes() == f"these are {name}".encode()
     assert model_paths.find_tokenizer(None, None, 32000).read_bytes() == b"these are tokenizer.bin"
     (tmp_path / "tokenizer.bin").write_bytes(b"mine")
-    assert model_paths.find_tokenizer(None, tmp_path / "model.bin", 32000) == tmp_path / "tokenizer.bin"
-    line = get_error(lambda: model_paths.find_tokenizer(None, None, 300), TokenizerError)
-    assert line.startswith("no tok300.bin or tokenizer.bin in any of ") and line.endswith("; name it with tokenizer=...")
+    for model, found in (("model.bin", "tokenizer.bin"), ("", "")):  # a folder has its own
+        assert model_paths.find_tokenizer(None, tmp_path / model, 32000) == tmp_path / found
 
 
-def test_the_error_about_a_tokenizer_download_names_the_tokenizer_option(
+def test_the_error_about_a_missing_tokenizer_names_the_tokenizer_option(
     stories: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    line = get_error(lambda: model_paths.find_tokenizer(None, None, 300), TokenizerError)
+    assert line.startswith("no tok300.bin or tokenizer.bin in any of ") and line.endswith("; name it with tokenizer=...")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     line = get_error(lambda: model_paths.find_tokenizer(None, None, 32000), TokenizerError)
     assert line.startswith("no tok32000.bin or tokenizer.bin in any of models, ") and "so name it with tokenizer=...; " in line
-
-
-def test_a_folder_uses_its_own_tokenizer(tmp_path: Path) -> None:
-    assert model_paths.find_tokenizer(None, tmp_path, 32000) == tmp_path
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="needs the sums of ../shared")

@@ -25,22 +25,13 @@ from tests.tools.checkpoint_files import (
     read_tensors,
     write_checkpoint,
 )
+from tests.tools.hf_folders import assert_rejected
 
 SHARED_GQA = ModelConfig(48, 40, 2, 4, 2, 105, 16)
 UNSHARED_GQA = ModelConfig(48, 40, 2, 4, 2, 105, 16, shared_classifier=False)
 SHARED_INT8 = ModelConfig(10, 20, 2, 1, 1, 105, 16)
 MHA = ModelConfig(32, 24, 1, 4, 4, 7, 5)
 MQA = ModelConfig(32, 24, 3, 4, 1, 7, 5, shared_classifier=False)
-
-
-def get_message(path: Path) -> str:
-    """Return the error message, which is one line and names the file."""
-    with pytest.raises(CheckpointError) as caught:
-        read_tensors(load_checkpoint(path))
-    message = str(caught.value)
-    assert str(path) in message
-    assert "\n" not in message
-    return message
 
 
 @pytest.mark.parametrize("version", [0, 1])
@@ -82,7 +73,7 @@ def test_a_non_finite_scale_is_rejected_in_every_matrix(tmp_path: Path, name: st
     (written[name][-1] if isinstance(written[name], list) else written[name]).scales[7] = np.inf
     path = tmp_path / "model.bin"
     path.write_bytes(int8_checkpoint_bytes(UNSHARED_GQA, written, 8))
-    assert re.search(rf"\b{name}\b.*infinite", get_message(path))
+    assert re.search(rf"\b{name}\b.*infinite", assert_rejected(path))
 
 
 def test_layers_and_rows_can_be_read_alone(tmp_path: Path) -> None:
@@ -124,7 +115,7 @@ def test_a_damaged_file_is_rejected(tmp_path: Path, name: str) -> None:
     version, damage = CORRUPTIONS[name]
     path = tmp_path / "damaged.bin"
     path.write_bytes(damage.corrupt(make_valid_bytes(UNSHARED_GQA, version)))
-    assert damage.expected_word in get_message(path).replace(str(path), "")
+    assert damage.expected_word in assert_rejected(path).replace(str(path), "")
 
 
 @pytest.mark.parametrize("config", [SHARED_GQA, UNSHARED_GQA], ids=["shared", "unshared"])
@@ -134,7 +125,7 @@ def test_a_model_with_a_byte_more_or_less_is_rejected(tmp_path: Path, config: Mo
     path = tmp_path / "model.bin"
     for wrong, word in ((whole[:-1], "truncated"), (whole[:-4], "truncated"), (whole + b"\0", "too long")):
         path.write_bytes(wrong)
-        message = get_message(path)
+        message = assert_rejected(path)
         assert word in message
         assert str(len(wrong)) in message
         assert str(len(whole)) in message
@@ -145,9 +136,9 @@ def test_a_missing_or_extra_classifier_is_rejected(tmp_path: Path) -> None:
     shared, unshared = (checkpoint_bytes(config, tensors, 1) for config in (SHARED_GQA, UNSHARED_GQA))
     path = tmp_path / "model.bin"
     path.write_bytes(shared[:36] + b"\0" + shared[37:])
-    assert "truncated" in get_message(path)
+    assert "truncated" in assert_rejected(path)
     path.write_bytes(unshared[:36] + b"\1" + unshared[37:])
-    assert "too long" in get_message(path)
+    assert "too long" in assert_rejected(path)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -158,7 +149,7 @@ def test_a_non_finite_weight_is_rejected_in_every_tensor(tmp_path: Path, name: s
     middle = tuple(n // 2 for n in tensors[name].shape)
     tensors[name][middle] = value
     path = write_checkpoint(tmp_path / "model.bin", UNSHARED_GQA, tensors, version)
-    assert re.search(rf"\b{name}\b", get_message(path))
+    assert re.search(rf"\b{name}\b", assert_rejected(path))
 
 
 def test_the_rope_tables_of_version_0_are_not_read(tmp_path: Path) -> None:
@@ -179,7 +170,7 @@ def test_huge_sizes_in_a_header_are_rejected_before_allocation(tmp_path: Path) -
         path.write_bytes(damage.corrupt(make_valid_bytes(UNSHARED_GQA, version)))
         tracemalloc.start()
         try:
-            get_message(path)
+            assert_rejected(path)
             assert tracemalloc.get_traced_memory()[1] < 1 << 20, name
         finally:
             tracemalloc.stop()
@@ -216,19 +207,19 @@ def test_a_large_seq_len_costs_nothing_until_it_is_used(tmp_path: Path) -> None:
 def test_another_binary_file_is_not_described_as_a_damaged_checkpoint(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "model.bin"
     path.write_bytes(data)
-    assert get_message(path).startswith(f"{path} is not a model file; expected a GGUF file, a folder")
+    assert assert_rejected(path).startswith(f"{path} is not a model file; expected a GGUF file, a folder")
 
 
 @pytest.mark.parametrize(("name", "word"), [("nowhere.bin", "No such file"), ("", "directory"), ("a" * 300, "name too long")])
 def test_a_path_that_is_no_file_is_reported(tmp_path: Path, name: str, word: str) -> None:
-    assert word in get_message(tmp_path / name)
+    assert word in assert_rejected(tmp_path / name)
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
 def test_a_file_without_read_permission_is_reported(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "model.bin", MHA, random_tensors(MHA, 0))
     path.chmod(0)
-    assert "ermission" in get_message(path)
+    assert "ermission" in assert_rejected(path)
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="needs the real weights of ../shared")
@@ -240,5 +231,5 @@ def test_real_checkpoints_have_the_known_shapes() -> None:
 
 @pytest.mark.skipif(not SHARED.exists(), reason="needs the real weights of ../shared")
 def test_a_tokenizer_is_not_loaded_as_a_checkpoint() -> None:
-    get_message(SHARED / "models" / "tok512.bin")
-    get_message(SHARED / "models" / "tokenizer.bin")
+    assert_rejected(SHARED / "models" / "tok512.bin")
+    assert_rejected(SHARED / "models" / "tokenizer.bin")
