@@ -219,11 +219,6 @@ class Statistics:
         return self.experts_read / self.n_generated if self.n_generated else 0.0
 
     @property
-    def seconds_per_token(self) -> float:
-        """The decoding time per generated token in seconds, without the first prefill; 0 if no token was generated."""
-        return self.decode_seconds / self.n_generated if self.n_generated else 0.0
-
-    @property
     def speed_up(self) -> float | None:
         """The decoding speed relative to the target alone, estimated from the costs of steps; None if nothing was drafted.
 

@@ -29,8 +29,16 @@ def get_round_streams(position: int) -> tuple[int, int]:
     return FIRST_ROUND_NOISE + 2 * position, FIRST_ROUND_NOISE + 2 * position + 1
 
 
-MIN_REPETITION_PENALTY, MAX_PENALTY = 0.01, 100.0
-REPETITION_PENALTY_RANGE, SIGNED_PENALTY_RANGE = "a number from 0.01 to 100 (1: off)", "a number from -100 to 100 (0: off)"
+MAX_PENALTY = 100.0
+SIGNED_RANGE = -MAX_PENALTY, MAX_PENALTY, "a number from -100 to 100 (0: off)"
+FLOAT_RANGES = {  # of `Sampling`: minimum, maximum and their description for errors
+    "temperature": (0.0, math.inf, "0 (greedy) or a positive number"),
+    "top_p": (0.0, 1.0, "a number from 0 to 1 (0 and 1: off)"),
+    "min_p": (0.0, 1.0, "a number from 0 (off) to 1"),
+    "repetition_penalty": (0.01, MAX_PENALTY, "a number from 0.01 to 100 (1: off)"),
+    "presence_penalty": SIGNED_RANGE,
+    "frequency_penalty": SIGNED_RANGE,
+}
 
 
 @dataclass(frozen=True)
@@ -68,25 +76,15 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Check all parameters and convert them to Python numbers."""
-        numbers = {
-            "temperature": check_float("temperature", self.temperature, math.inf, "0 (greedy) or a positive number"),
+        values: dict[str, object] = {
             "top_k": check_int("top_k", self.top_k, 0),
-            "top_p": check_float("top_p", self.top_p, 1, "a number from 0 to 1 (0 and 1: off)"),
             "seed": check_int("seed", self.seed, 0, 2**63 - 1),
-            "min_p": check_float("min_p", self.min_p, 1, "a number from 0 (off) to 1"),
-            "repetition_penalty": check_float(
-                "repetition_penalty", self.repetition_penalty, MAX_PENALTY, REPETITION_PENALTY_RANGE, MIN_REPETITION_PENALTY
-            ),
-            "presence_penalty": check_float(
-                "presence_penalty", self.presence_penalty, MAX_PENALTY, SIGNED_PENALTY_RANGE, -MAX_PENALTY
-            ),
-            "frequency_penalty": check_float(
-                "frequency_penalty", self.frequency_penalty, MAX_PENALTY, SIGNED_PENALTY_RANGE, -MAX_PENALTY
-            ),
             "logit_bias": _parse_logit_bias(self.logit_bias),
         }
-        for name, number in numbers.items():  # Python's own number types: the kernels are compiled for those
-            object.__setattr__(self, name, number)
+        for name, limits in FLOAT_RANGES.items():
+            values[name] = _check_range(name, getattr(self, name), limits)
+        for name, value in values.items():  # Python's own number types: the kernels are compiled for those
+            object.__setattr__(self, name, value)
 
     @property
     def has_logit_adjustments(self) -> bool:
@@ -126,6 +124,11 @@ class SamplingOverrides(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
 
 
+def _check_range(name: str, value: object, limits: tuple[float, float, str]) -> float:
+    minimum, maximum, expected = limits
+    return check_float(name, value, maximum, expected, minimum)
+
+
 def _parse_logit_bias(logit_bias: Any) -> tuple[tuple[int, float], ...]:
     """Return a logit_bias, a mapping or pairs, as pairs of token id and bias, checked, by rising id, each id once.
 
@@ -138,10 +141,7 @@ def _parse_logit_bias(logit_bias: Any) -> tuple[tuple[int, float], ...]:
     except (TypeError, ValueError):
         raise TypeError(f"logit_bias is {shorten(logit_bias, repr)}; expected numbers by token ids") from None
     ids = [check_int("an id of logit_bias", token, 0) for token, _ in pairs]
-    biases = [
-        check_float(f"logit_bias of {shorten(token)}", bias, MAX_PENALTY, SIGNED_PENALTY_RANGE, -MAX_PENALTY)
-        for token, bias in pairs
-    ]
+    biases = [_check_range(f"logit_bias of {shorten(token)}", bias, SIGNED_RANGE) for token, bias in pairs]
     return tuple(sorted(dict(zip(ids, biases, strict=True)).items()))
 
 

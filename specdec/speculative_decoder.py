@@ -236,7 +236,7 @@ class SpeculativeDecoder:
         )  # fmt: skip
         request = validate_request(request, self.bundle)
         self.warm_up()
-        return self.make_scheduler(self._prefix_cache).stream(Sequence(request, request.make_detokenizer(self.tokenizer)))
+        return self.make_scheduler(self._prefix_cache).stream(Sequence(request, self.tokenizer))
 
     def make_scheduler(self, prefix_cache: PrefixCache, max_running: int = 1, metrics: Metrics | None = None) -> Scheduler:
         """Return a new `Scheduler` with the current settings; the decoder must be warmed up. See there for the arguments."""

@@ -23,7 +23,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -356,10 +356,7 @@ class PromptCache:
 
     @staticmethod
     def _make_block_arrays(buffers: Buffers) -> list[Array]:
-        return [
-            np.zeros(BLOCK_TOKENS, np.uint64),
-            *(np.empty(shape, source.dtype) for shape, source in _slice_block(buffers, 0)),
-        ]
+        return [np.zeros(BLOCK_TOKENS, np.uint64), *(np.empty(shape, source.dtype) for shape, source in _slice_block(buffers, 0))]
 
     def _read_file(self, path: Path, arrays: Sequence[Array]) -> bool:
         """Fill the arrays from a file and return whether its contents are valid; report the file if they are not."""
@@ -377,13 +374,10 @@ class PromptCache:
         """Run queued write jobs forever, as the background thread; the first error is reported, and none ends the thread."""
         while True:
             work = self._queue.get()
-            try:
+            with self.report_failures():
                 work()
-            except Exception as error:
-                self.report_failure(error)
-            finally:
-                del work  # and the arrays that it holds
-                self._queue.task_done()
+            del work  # and the arrays that it holds
+            self._queue.task_done()
 
     def _write_file(self, path: Path, arrays: Sequence[Array]) -> None:
         content = b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)
@@ -393,10 +387,14 @@ class PromptCache:
             self._bytes_since_eviction = 0
             self._store.evict(self._max_bytes)
 
-    def report_failure(self, error: Exception) -> None:
-        """Report an error that prevents writing prompts; only the first such error is reported."""
-        reason = error.strerror if isinstance(error, OSError) else repr(error)
-        self._report_once("written", f"cannot keep prompts in {self.folder}: {reason}")
+    @contextmanager
+    def report_failures(self) -> Iterator[None]:
+        """Report an error inside the context instead of raising it; only the first such error of the cache is reported."""
+        try:
+            yield
+        except Exception as error:  # no output may fail because something cannot be kept
+            reason = error.strerror if isinstance(error, OSError) else repr(error)
+            self._report_once("written", f"cannot keep prompts in {self.folder}: {reason}")
 
     def _report_once(self, what: str, line: str) -> None:
         if what not in self._reported:

@@ -1,9 +1,12 @@
-"""The server's counters, and their Prometheus text format. Knows no requests and no models."""
+"""The server's counters, which observe a scheduler, and their Prometheus text format. Knows no models."""
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 
+from specdec.engine.model_runner import Batch, Results
+from specdec.engine.observers import StepObserver
+from specdec.engine.sequence import Sequence, SequenceStatus
 from specdec.events import Step
 
 CACHED_TOKENS_GRANULARITY = 1000  # a finer number would reveal to one client how another one's prompts begin
@@ -34,7 +37,7 @@ def _make_metric(name: str, metric_type: str, description: str) -> int:
 
 
 @dataclass
-class Metrics:
+class Metrics(StepObserver):
     """The server's counters since the start, and the numbers of sequences that run and wait now.
 
     Attributes:
@@ -56,40 +59,42 @@ class Metrics:
     passes: int = _make_metric("passes_total", "counter", "Forward passes of the target.")
     time_to_first_token: Histogram = field(default_factory=Histogram)
 
-    def record_prompt(self, n_tokens: int, n_cached: int) -> None:
-        """Count a prompt that has been prefilled, and its tokens that were found in a cache."""
-        self.prompt_tokens += n_tokens
-        self.cached_tokens += n_cached
+    def on_prompt(self, sequence: Sequence) -> None:
+        """Count a prompt, and its tokens that were found in a cache."""
+        self.prompt_tokens += len(sequence.request.prompt)
+        self.cached_tokens += sequence.n_cached
 
-    def record_pass(self) -> None:
-        """Count a forward pass of the target."""
+    def on_pass(self, batch: Batch, results: Results, steps: Mapping[Sequence, Step]) -> None:
+        """Count a forward pass of the target and its tokens, and the time of each first token."""
         self.passes += 1
+        for sequence, step in steps.items():
+            self.generated_tokens += len(step.tokens)
+            self.drafted_tokens += len(step.draft_tokens)
+            self.accepted_tokens += step.n_accepted
+            if step.tokens and len(sequence.tokens) == len(sequence.request.prompt) + len(step.tokens):
+                assert sequence.first_token_seconds is not None
+                self.time_to_first_token.observe(sequence.first_token_seconds)
 
-    def record_end(self, is_cancelled: bool) -> None:
-        """Count a sequence that has ended, as cancelled or as done."""
-        self.cancelled += is_cancelled
-        self.done += not is_cancelled
+    def on_end(self, sequence: Sequence) -> None:
+        """Count a sequence that has ended."""
+        self.done += sequence.status is SequenceStatus.FINISHED
+        self.cancelled += sequence.status is SequenceStatus.CANCELLED
+        self.failed += sequence.status is SequenceStatus.FAILED
 
-    def record_failure(self) -> None:
-        """Count a sequence that failed."""
-        self.failed += 1
+    def record_failures(self, n: int) -> None:
+        """Count sequences that failed before a scheduler had them."""
+        self.failed += n
 
     def set_load(self, running: int, queued: int) -> None:
         """Set the numbers of sequences that run and that wait."""
         self.running, self.queued = running, queued
-
-    def record_step(self, step: Step) -> None:
-        """Count the tokens of a step."""
-        self.generated_tokens += len(step.tokens)
-        self.drafted_tokens += len(step.draft_tokens)
-        self.accepted_tokens += step.n_accepted
 
 
 MODEL_METRICS = ("generated_tokens", "drafted_tokens", "accepted_tokens")  # the rest of the generated ones cost a pass each
 PROMETHEUS_METRICS = {each.name: each.metadata["prometheus"] for each in fields(Metrics) if each.metadata}
 
 
-def merge_metrics(parts: Sequence[Metrics]) -> Metrics:
+def merge_metrics(parts: Collection[Metrics]) -> Metrics:
     """Return new metrics that are the sums of the given ones, for example of several models."""
     total = Metrics(**{name: sum(getattr(each, name) for each in parts) for name in PROMETHEUS_METRICS})
     counts = zip(*(each.time_to_first_token.counts for each in parts), strict=True)

@@ -1,5 +1,6 @@
 """ModelRunner: one forward pass of the target over a batch of sequences, and the verification of their drafts."""
 
+import time
 from dataclasses import dataclass, field
 
 from specdec.engine.sequence import Sequence
@@ -8,13 +9,13 @@ from specdec.model.model import BatchInput, Model
 from specdec.speculative import Verified
 
 PrefillChunk = tuple[Sequence, int]  # a sequence and the number of tokens to run
-Results = dict[Sequence, Verified | Exception]
+Outcomes = dict[Sequence, Verified | Exception]
 SequenceEvent = tuple[Sequence, Event | PrefillProgress | Exception]
 
 
 @dataclass
 class Batch:
-    """The sequences of one forward pass, and the events so far.
+    """The sequences of one forward pass, and the events of planning it.
 
     Attributes:
         chunks: The sequences to prefill, each with its number of tokens.
@@ -31,6 +32,33 @@ class Batch:
         if event is not None:
             self.events.append((sequence, event))
 
+    @property
+    def token_counts(self) -> list[tuple[Sequence, int]]:
+        """Each sequence of the pass with its number of tokens."""
+        return [*self.chunks, *((sequence, 1 + len(sequence.state.draft.tokens)) for sequence in self.decoding)]
+
+    @property
+    def n_tokens(self) -> int:
+        """The number of tokens of the pass."""
+        return sum(n for _, n in self.token_counts)
+
+
+@dataclass
+class Results:
+    """The results of a forward pass over a batch.
+
+    Attributes:
+        verified: The verified tokens of each sequence that decoded.
+        errors: The error of each sequence that failed.
+        seconds: Time of the pass and of the verification.
+        experts: See `Step`.
+    """
+
+    verified: dict[Sequence, Verified] = field(default_factory=dict)
+    errors: dict[Sequence, Exception] = field(default_factory=dict)
+    seconds: float = 0.0
+    experts: tuple[float, int] = (0.0, 0)
+
 
 class ModelRunner:
     """A runner of batches: prefill chunks, and the last tokens and drafts of decoding sequences.
@@ -44,48 +72,56 @@ class ModelRunner:
         self._target = target
 
     def run(self, batch: Batch) -> Results:
-        """Run one forward pass over a batch, and verify the drafts of the decoding sequences.
+        """Run one forward pass over a batch, if it has sequences, and verify the drafts of those that decode.
 
         If the pass fails, each sequence runs in a pass of its own, so that only the one that causes the error fails.
-
-        Returns:
-            The verified tokens of each decoding sequence, and the error of each sequence that failed. A sequence that was
-            prefilled without an error has no entry.
         """
+        start = time.perf_counter()
+        outcomes = self._run(batch) if batch.chunks or batch.decoding else {}
+        results = Results(seconds=time.perf_counter() - start, experts=self._target.experts_read)
+        for sequence, outcome in outcomes.items():
+            if isinstance(outcome, Exception):
+                results.errors[sequence] = outcome
+            else:
+                results.verified[sequence] = outcome
+        return results
+
+    def _run(self, batch: Batch) -> Outcomes:
+        """Return the verified tokens or the error of each sequence; a prefilled one without an error has no entry."""
         try:
             return self._run_and_verify(batch)
         except Exception as error:
             if len(batch.chunks) + len(batch.decoding) == 1:
-                return dict.fromkeys((*(sequence for sequence, _ in batch.chunks), *batch.decoding), error)
-        results: Results = {}
+                return {sequence: error for sequence, _ in batch.token_counts}
+        outcomes: Outcomes = {}
         for part in (*(Batch([chunk]) for chunk in batch.chunks), *(Batch(decoding=[each]) for each in batch.decoding)):
-            results |= self.run(part)
-        return results
+            outcomes |= self._run(part)
+        return outcomes
 
-    def _run_and_verify(self, batch: Batch) -> Results:
+    def _run_and_verify(self, batch: Batch) -> Outcomes:
         """Run one pass and verify; run it again if a pass in a signal handler has overwritten its logits. Raises its error."""
-        target, chunks, decode_batch = self._target, batch.chunks, batch.decoding
+        target, chunks, decoding = self._target, batch.chunks, batch.decoding
         with target.lock:
             while True:
                 n_passes = target.n_passes
-                if decode_batch and decode_batch[0].has_tree:
-                    state = decode_batch[0].state
+                if decoding and decoding[0].has_tree:
+                    state = decoding[0].state
                     assert state.draft.parents is not None
-                    all_logits = [decode_batch[0].cache.forward_tree(state.tokens, state.draft.tokens, state.draft.parents)]
+                    all_logits = [decoding[0].cache.forward_tree(state.tokens, state.draft.tokens, state.draft.parents)]
                 else:
-                    # inputs: the prefill chunks, then the decode batch
+                    # inputs: the prefill chunks, then the sequences that decode
                     inputs: list[BatchInput] = []
                     for sequence, n in chunks:
                         inputs.append((sequence.cache, sequence.get_prefill_input(n), 0, len(sequence.tokens)))
-                    for sequence in decode_batch:
+                    for sequence in decoding:
                         draft = sequence.state.draft.tokens
-                        inputs.append((sequence.cache, sequence.state.tokens + draft, len(draft) + 1, 0))
+                        inputs.append((sequence.cache, sequence.tokens + draft, len(draft) + 1, 0))
                     all_logits = target.forward(inputs)[len(chunks) :]
-                results: Results = {}
-                for sequence, logits in zip(decode_batch, all_logits, strict=True):
+                outcomes: Outcomes = {}
+                for sequence, logits in zip(decoding, all_logits, strict=True):
                     try:
-                        results[sequence] = sequence.state.verify(logits)
+                        outcomes[sequence] = sequence.state.verify(logits)
                     except Exception as error:
-                        results[sequence] = error
+                        outcomes[sequence] = error
                 if target.n_passes <= n_passes + 1:  # else a pass in a signal handler has overwritten these logits
-                    return results
+                    return outcomes

@@ -91,13 +91,16 @@ class PrefixCache:
         max_idle: Most idle slots; beyond it, the one that is idle longest serves the next conversation.
         prompt_cache: Keeps prefilled prompts of the target on disk for later processes; None for none.
         max_bytes: Memory limit of all slots, in bytes; infinite by default.
+
+    Attributes:
+        prompt_cache: The argument of that name.
     """
 
     def __init__(
         self, bundle: ModelBundle, max_idle: int, prompt_cache: "PromptCache | None" = None, max_bytes: float = math.inf
     ) -> None:
         """Create a prefix cache without slots."""
-        self._bundle, self._prompt_cache, self._max_bytes, self._max_idle = bundle, prompt_cache, max_bytes, max_idle
+        self._bundle, self.prompt_cache, self._max_bytes, self._max_idle = bundle, prompt_cache, max_bytes, max_idle
         self._lock: threading.RLock
         create_fork_safe_lock(self, "_lock")
         self._bytes_by_capacity: dict[int, int] = {}
@@ -139,8 +142,8 @@ class PrefixCache:
             del self._idle[0]
         if source and source is not slot:
             slot.copy_from(source, prompt)
-        if self._prompt_cache and len(prompt) <= self._bundle.target.n_positions:
-            self._prompt_cache.restore(slot.caches.target, prompt, cache_salt)
+        if self.prompt_cache and len(prompt) <= self._bundle.target.n_positions:
+            self.prompt_cache.restore(slot.caches.target, prompt, cache_salt)
         self._in_use.add(slot)
         return slot
 
@@ -168,37 +171,6 @@ class PrefixCache:
     def limit_bytes(self, max_bytes: float) -> None:
         """Set the memory limit of all slots, for sequences that start from now on."""
         self._max_bytes = max_bytes
-
-    def save_to_disk(self, slot: KVSlot, tokens: list[int], is_prefilled: bool = True) -> None:
-        """Queue the target's KV cache of the given tokens for the prompt cache on disk, if there is one; report errors to it.
-
-        Args:
-            slot: The slot.
-            tokens: Tokens of the sequence.
-            is_prefilled: Whether the prefill of the tokens is complete.
-        """
-        if self._prompt_cache:
-            try:
-                self._prompt_cache.save(slot.caches.target, tokens, is_prefilled, slot.cache_salt)
-            except Exception as error:  # no output may fail because its prompt cannot be kept
-                self._prompt_cache.report_failure(error)
-
-    def remember(self, slot: KVSlot, tokens: list[int]) -> None:
-        """Add the tokens of an ended sequence to the slot's memory of looked-up drafts, and save it to the prompt cache, if any.
-
-        Does nothing if the bundle does not look up drafts. An error of the prompt cache is reported, not raised.
-
-        Args:
-            slot: The slot of the sequence.
-            tokens: All tokens of the sequence.
-        """
-        if self._bundle.uses_lookup:
-            slot.memory.add(tokens)
-            if self._prompt_cache:
-                try:
-                    self._prompt_cache.save_memory(slot.caches.target, slot.memory, slot.cache_salt)
-                except Exception as error:  # no output may fail because its tokens cannot be kept
-                    self._prompt_cache.report_failure(error)
 
     def _get_free_slot(self, source: KVSlot | None, n_prefix: int, n_tokens: int, cache_salt: str) -> KVSlot:
         """Take a slot for a prompt from the idle slots, or make a new one, and return it.
@@ -235,8 +207,8 @@ class PrefixCache:
         memory = self._memories.pop(cache_salt, None)
         if not memory:
             memory = LookupMemory()
-            if self._prompt_cache and self._bundle.uses_lookup:
-                self._prompt_cache.restore_memory(caches.target, memory, self._bundle.n_ids, cache_salt)
+            if self.prompt_cache and self._bundle.uses_lookup:
+                self.prompt_cache.restore_memory(caches.target, memory, self._bundle.n_ids, cache_salt)
         self._memories[cache_salt] = memory
         if len(self._memories) > MAX_MEMORIES:
             del self._memories[next(iter(self._memories))]

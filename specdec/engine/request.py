@@ -61,15 +61,15 @@ class GenerationKwargs(SamplingOverrides, total=False):
 
 
 def validate_request(request: GenerationRequest, bundle: ModelBundle) -> GenerationRequest:
-    """Check all values of a request, and return it with the prompt and the prediction as token ids.
+    """Check all values of a request but its prompt, which `ModelBundle.encode` has checked, and return them as their types.
 
     Raises:
         ValueError: If a value is not valid, or the sequence exceeds the context length or the memory.
         TypeError: If a value has the wrong type.
     """
-    prompt, stop_strings = bundle.encode(request.prompt), check_strings("stop", request.stop_strings)
+    stop_strings = check_strings("stop", request.stop_strings)
     max_tokens = check_int("max_tokens", request.max_tokens, 0)
-    check_memory(bundle.target, len(prompt) + max_tokens - 1)  # the last token is never run
+    check_memory(bundle.target, len(request.prompt) + max_tokens - 1)  # the last token is never run
     if not isinstance(sampling := request.sampling, Sampling):
         raise TypeError(f"sampling is {shorten(sampling, repr)}; expected Sampling(temperature=..., seed=...)")
     if sampling.biases and (bad_id := sampling.biases[-1][0]) >= bundle.n_ids:
@@ -81,4 +81,4 @@ def validate_request(request: GenerationRequest, bundle: ModelBundle) -> Generat
         methods = "json_schema, json_object or regex"
         raise ValueError(f"the constraint was made for another tokenizer; make it with this decoder's {methods}")
     prediction = bundle.encode(request.prediction) if request.prediction else []
-    return replace(request, prompt=prompt, max_tokens=max_tokens, stop_strings=stop_strings, prediction=prediction)
+    return replace(request, max_tokens=max_tokens, stop_strings=stop_strings, prediction=prediction)

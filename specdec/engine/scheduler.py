@@ -1,32 +1,39 @@
-"""Scheduler: continuous batching. Each step plans a batch, runs one forward pass over it, and commits what it verified.
+"""Scheduler: continuous batching. A step plans a batch, runs one forward pass over it, and commits what the pass verified.
+
+    batch = scheduler.schedule()
+    events = batch.events + scheduler.commit(batch, scheduler.runner.run(batch))
 
 A pass takes the last token of each decoding sequence and its draft tokens. The rest of its capacity goes to prefill chunks.
 The logits at a position depend on that sequence's tokens alone, so each output equals the one without a batch. The command line
 and the library run a scheduler with one sequence, the server one with many (engine_thread.py).
 """
 
-import time
 from collections import deque
 from collections.abc import Iterator
 
-from specdec.draft.draft_length import CostModel
+from specdec.draft.acceptance import LOOKUP_ACCEPTANCE, Acceptance
+from specdec.draft.draft_length import CostModel, DraftLengthPolicy, FixedLength
+from specdec.draft.lookup import LookupDrafter, PredictionDrafter
+from specdec.draft.lookup_tables import LookupMemory
+from specdec.draft.model_bundle import SequenceCaches
 from specdec.draft.settings import SpeculativeSettings
 from specdec.engine.autotuner import Autotuner
-from specdec.engine.decoding_setup import make_decoding_state
 from specdec.engine.fair_share import FairShare
 from specdec.engine.metrics import Metrics
 from specdec.engine.model_runner import Batch, ModelRunner, PrefillChunk, Results, SequenceEvent
+from specdec.engine.observers import CostRecorder, PromptSaver, StepObserver
 from specdec.engine.prefix_cache import PrefixCache
+from specdec.engine.request import GenerationRequest
 from specdec.engine.sequence import Sequence, SequenceStatus
 from specdec.events import Event, PrefillProgress, Step
 from specdec.kernels import MAX_BATCH_TOKENS
-from specdec.speculative import Verified
+from specdec.protocols import Drafter, LengthPolicy
+from specdec.speculative import DecodingState
+from specdec.verification import VERIFIERS
 
 MAX_ADDED_PREFILL_S = 0.1  # that prefill chunks may add to a pass which decoding sequences wait for
 MIN_PREFILL_CHUNK_TOKENS = 8
 MIN_THROUGHPUT_SHARE = 0.97  # of the highest throughput; more sequences at once would only take memory
-
-INTERRUPTED = "interrupted"  # the stop reason of aborted sequences
 
 
 class Scheduler:
@@ -47,6 +54,7 @@ class Scheduler:
         max_running: Sequences per pass.
         waiting: The sequences that wait for a slot.
         running: The sequences that have one, ordered by their last run, the most recent last.
+        runner: Runs the batches.
         metrics: Counters of what the scheduler has done.
     """
 
@@ -63,10 +71,13 @@ class Scheduler:
         self._bundle = autotuner.bundle
         self._costs: CostModel | None = autotuner.make_cost_model(settings, is_batch=max_running != 1)
         self.max_running = max_running or find_batch_size(self._costs)
-        self._runner, self._shares = ModelRunner(self._bundle.target), FairShare(self.max_running)
+        self.runner, self._shares = ModelRunner(self._bundle.target), FairShare(self.max_running)
         self._recompute_lengths = self._bundle.recompute_lengths
         self.waiting, self.running = deque[Sequence](), list[Sequence]()
         self.metrics = metrics or Metrics()
+        saver = PromptSaver(self._bundle, prefix_cache.prompt_cache)
+        recorder = CostRecorder(autotuner, self._costs, max_running == 1 and settings.is_adaptive)
+        self._observers: tuple[StepObserver, ...] = (saver, recorder, self.metrics)
         self._is_prefill_turn = False  # since the last pass had no capacity left for prefill chunks
 
     def add(self, sequence: Sequence) -> None:
@@ -76,32 +87,28 @@ class Scheduler:
     def stream(self, sequence: Sequence) -> Iterator[Event | PrefillProgress]:
         """Add a sequence, run steps until it ends, and yield the events of all sequences.
 
-        Closing the iterator ends the sequence early. At the end the slot is released and adaptive settings save measured costs.
+        Closing the iterator ends the sequence early. At the end the slot is released.
 
         Raises:
             Exception: The error of any sequence that fails.
         """
         self.add(sequence)
         try:
-            while not sequence.is_finished:
+            while not sequence.has_ended:
                 batch = self.schedule()
                 yield from _get_events(batch.events)  # a view shows a proposal before the pass that verifies it
-                yield from _get_events(self.run(batch))
+                yield from _get_events(self.commit(batch, self.runner.run(batch)))
         finally:
-            sequence.cancel()
-            self.reap()
-            if self._costs and self._settings.is_adaptive:
-                self._autotuner.save_costs(self._costs)
+            self.cancel(sequence)
 
     def step(self) -> list[SequenceEvent]:
-        """Plan a batch and run it; return all events and errors, in order."""
+        """Plan a batch, run it and commit its tokens; return all events and errors, in order."""
         batch = self.schedule()
-        return batch.events + self.run(batch)
+        return batch.events + self.commit(batch, self.runner.run(batch))
 
     def schedule(self) -> Batch:
-        """Remove cancelled sequences, admit waiting ones, let them propose drafts, and return what the next pass runs."""
+        """Admit waiting sequences, let those that decode propose drafts, and return what the next pass runs."""
         batch = Batch()
-        self.reap()
         if self.waiting:
             self._admit(batch)
         ready: list[Sequence] = []
@@ -109,7 +116,7 @@ class Scheduler:
         for sequence in self._shares.interleave(self.running):
             if len(prefilling) + len(ready) == self.max_running:
                 break
-            if sequence.status is SequenceStatus.PREFILL and self._prepare(sequence, batch):
+            if sequence.is_prefilling and self._prepare(sequence, batch):
                 prefilling.append(sequence)
             if sequence.status in (SequenceStatus.DECODE, SequenceStatus.VERIFY):
                 ready.append(sequence)
@@ -123,27 +130,51 @@ class Scheduler:
         self._is_prefill_turn = bool(prefilling) and not batch.chunks
         return batch
 
-    def run(self, batch: Batch) -> list[SequenceEvent]:
-        """Run a forward pass over a batch, and return the steps, errors and progress that result; an empty one runs no pass."""
-        if not (batch.chunks or batch.decoding):
+    def commit(self, batch: Batch, results: Results) -> list[SequenceEvent]:
+        """Add the verified tokens of a pass to its sequences, and return the steps, errors and progress.
+
+        Finished sequences end. A sequence that has grown into other RoPE factors begins to run all its tokens again.
+
+        Args:
+            batch: What the pass has run; nothing happens if it is empty.
+            results: What the pass returned.
+        """
+        if not (counts := batch.token_counts):
             return []
-        start = time.perf_counter()
-        results = self._runner.run(batch)
-        return self._commit(batch, results, time.perf_counter() - start)
+        self._shares.charge(counts, results.seconds)
+        if len(self.running) > 1:
+            has_run = {sequence for sequence, _ in counts}
+            self.running = sorted(self.running, key=has_run.__contains__)  # a new list, since other threads read the old one
+        done, steps = Batch(), dict[Sequence, Step]()
+        for sequence, _ in counts:
+            if error := results.errors.get(sequence):
+                done.add_event(sequence, self._fail(sequence, error))
+                continue
+            if verified := results.verified.get(sequence):
+                steps[sequence] = step = sequence.commit(verified, results.seconds, results.experts)
+                done.add_event(sequence, step)
+                if sequence.has_ended or not (self._recompute_lengths and self._has_crossed_length(sequence, len(step.tokens))):
+                    continue
+                sequence.recompute()
+            done.add_event(sequence, sequence.prefill_progress)
+        for observer in self._observers:
+            observer.on_pass(batch, results, steps)
+        for sequence in steps:
+            if sequence.has_ended:
+                self._end(sequence, sequence.status)
+        return done.events
+
+    def cancel(self, sequence: Sequence) -> None:
+        """End a sequence early and release its slot, if it has one; do nothing if the scheduler has removed it already."""
+        if sequence in self.running or sequence in self.waiting:
+            self._end(sequence, sequence.status if sequence.has_ended else SequenceStatus.CANCELLED)
 
     def abort(self) -> list[SequenceEvent]:
         """End all sequences; return the prompt of each, if not sent yet, and a last step with the reason "interrupted"."""
-        self.reap()
         events = list[SequenceEvent]()
         for sequence in [*self.running, *self.waiting]:
-            if not sequence.has_sent_prompt:
-                events.append((sequence, sequence.make_prompt_event()))
-            events.append((sequence, sequence.finish_step(Step([], [], 0, 0.0, 0.0, INTERRUPTED))))
-            if sequence in self.running:
-                self._remove(sequence)
-            else:
-                self.waiting.remove(sequence)
-                self._finish(sequence)
+            events += [(sequence, event) for event in sequence.interrupt()]
+            self._end(sequence, sequence.status)
         return events
 
     def fail_all(self, error: Exception) -> list[Sequence]:
@@ -152,14 +183,6 @@ class Scheduler:
         for sequence in failed:
             self._fail(sequence, error)
         return failed
-
-    def reap(self) -> None:
-        """Remove the cancelled sequences, running and waiting, and release the slots of those that run."""
-        for sequence in [sequence for sequence in self.running if sequence.is_cancelled]:
-            self._remove(sequence)
-        for sequence in [sequence for sequence in self.waiting if sequence.is_cancelled]:
-            self.waiting.remove(sequence)
-            self._finish(sequence)
 
     def _admit(self, batch: Batch) -> None:
         """Start waiting sequences, client by client, while there are slots and memory for KV caches; report their progress."""
@@ -178,7 +201,6 @@ class Scheduler:
             except Exception as error:
                 if slot:
                     self._prefix_cache.drop(slot)
-                self.waiting.remove(sequence)
                 batch.add_event(sequence, self._fail(sequence, error))
                 continue
             except BaseException:  # an interrupt
@@ -211,11 +233,10 @@ class Scheduler:
             batch.add_event(sequence, self._fail(sequence, error))
             return False
         if event:
-            request = sequence.request
-            self._prefix_cache.save_to_disk(sequence.slot, request.prompt)
-            self.metrics.record_prompt(len(request.prompt), sequence.n_cached)
+            for observer in self._observers:
+                observer.on_prompt(sequence)
             if sequence.state.is_finished:
-                self._remove(sequence)
+                self._end(sequence)
             batch.add_event(sequence, event)
         return False
 
@@ -280,108 +301,30 @@ class Scheduler:
                 budget -= n
         return chunks
 
-    def _commit(self, batch: Batch, results: Results, seconds: float) -> list[SequenceEvent]:
-        """Add the verified tokens of a pass to its sequences, record its costs, and return the steps, errors and progress.
-
-        Args:
-            batch: What the pass has run.
-            results: The result of each decoding sequence, and the error of each sequence that failed.
-            seconds: Time of the pass.
-        """
-        done = Batch()
-        self.metrics.record_pass()
-        counts = [*batch.chunks, *((sequence, 1 + len(sequence.state.draft.tokens)) for sequence in batch.decoding)]
-        self._shares.charge(counts, seconds)
-        if len(self.running) > 1:
-            has_run = {sequence for sequence, _ in counts}
-            self.running = sorted(self.running, key=has_run.__contains__)  # a new list, since other threads read the old one
-        for sequence, _ in batch.chunks:
-            if isinstance(error := results.get(sequence), Exception):
-                done.add_event(sequence, self._fail(sequence, error))
-            else:
-                self._prefix_cache.save_to_disk(sequence.slot, sequence.request.prompt, False)
-                done.add_event(sequence, sequence.prefill_progress)
-        steps = self._commit_steps(batch.decoding, results, seconds, done)
-        if batch.decoding and not batch.chunks and len(steps) == len(batch.decoding):
-            self._record_costs(sum(n for _, n in counts), results, steps, seconds)
-        elif not batch.decoding:
-            self._autotuner.prefill_limit.update(seconds)
-        return done.events
-
-    def _commit_steps(self, decoding: list[Sequence], results: Results, seconds: float, done: Batch) -> list[Step]:
-        """Add the verified tokens of a pass to its sequences, and return the steps of those that did not fail.
-
-        Finished sequences are removed. A sequence that has grown into other RoPE factors starts a prefill of all its tokens.
-
-        Args:
-            decoding: The sequences that decoded in the pass.
-            results: The result of each.
-            seconds: Time of the pass.
-            done: Gets the steps, errors and progress.
-        """
-        steps, experts = list[Step](), self._bundle.target.experts_read
-        for sequence in decoding:
-            verified = results[sequence]
-            if isinstance(verified, Exception):
-                done.add_event(sequence, self._fail(sequence, verified))
-                continue
-            had_output = sequence.first_token_seconds is not None
-            steps.append(sequence.finish_step(sequence.state.commit(verified, seconds, experts)))
-            self.metrics.record_step(steps[-1])
-            if not had_output and sequence.first_token_seconds is not None:
-                self.metrics.time_to_first_token.observe(sequence.first_token_seconds)
-            done.add_event(sequence, steps[-1])
-            if sequence.is_finished:
-                self._remove(sequence)
-            elif self._recompute_lengths and self._has_crossed_length(sequence, len(steps[-1].tokens)):
-                sequence.begin_prefill()
-                done.add_event(sequence, sequence.prefill_progress)
-        return steps
-
-    def _record_costs(self, n_tokens: int, results: Results, steps: list[Step], seconds: float) -> None:
-        """Record the costs of a pass without prefill chunks, whose time shows what drafts cost.
-
-        Args:
-            n_tokens: Tokens that the pass has run.
-            results: Its verified tokens.
-            steps: Its steps.
-            seconds: Its time.
-        """
-        self._autotuner.record_step(n_tokens, sum(step.draft_seconds for step in steps) + seconds)
-        if self._costs and len(steps) == self._costs.n_sequences:
-            n_generated = sum(len(each.tokens) for each in results.values() if isinstance(each, Verified))
-            self._costs.end_pass(n_tokens, n_generated, seconds)
-
     def _has_crossed_length(self, sequence: Sequence, n_new: int) -> bool:
         """Return whether the last n_new tokens took a sequence past a length at which its RoPE factors change."""
         n = len(sequence.tokens)
         return any(n - n_new <= length < n for length in self._recompute_lengths)
 
-    def _remove(self, sequence: Sequence) -> None:
-        """End a running sequence, remember its tokens for looked-up drafts, save its KV cache to disk, and release its slot.
-
-        The slot keeps the KV caches for later prompts.
-        """
-        self.running.remove(sequence)
+    def _end(self, sequence: Sequence, status: SequenceStatus = SequenceStatus.FINISHED) -> None:
+        """End a sequence with a status, and release its slot: the KV caches stay for later prompts, unless it failed."""
+        sequence.end(status)
         try:
-            self._prefix_cache.remember(sequence.slot, sequence.tokens)
-            self._prefix_cache.save_to_disk(sequence.slot, sequence.tokens)
+            for observer in self._observers:
+                observer.on_end(sequence)
         finally:
-            self._prefix_cache.release(sequence.slot, len(sequence.tokens))
-            self._finish(sequence)
-
-    def _finish(self, sequence: Sequence) -> None:
-        """End a sequence and count it as cancelled or as done."""
-        self.metrics.record_end(sequence.is_cancelled and not sequence.is_finished)
-        sequence.finish()
+            if sequence in self.waiting:
+                self.waiting.remove(sequence)
+            elif sequence in self.running:
+                self.running.remove(sequence)
+                if status is SequenceStatus.FAILED:
+                    self._prefix_cache.drop(sequence.slot)
+                else:
+                    self._prefix_cache.release(sequence.slot, len(sequence.tokens))
 
     def _fail(self, sequence: Sequence, error: Exception) -> Exception:
-        """End a sequence by an error, drop its slot, and return the error."""
-        if sequence in self.running:
-            self.running.remove(sequence)
-            self._prefix_cache.drop(sequence.slot)
-        self.metrics.record_failure()
-        sequence.finish()
+        """End a sequence by an error, and return the error."""
+        self._end(sequence, SequenceStatus.FAILED)
         return error
 
 
@@ -398,3 +341,69 @@ def find_batch_size(costs: CostModel | None) -> int:
     seconds = costs.curve.pass_seconds if costs else [0.0, 1.0]
     throughputs = [n / seconds[n] for n in range(1, len(seconds))]
     return next(n for n, each in enumerate(throughputs, 1) if each >= MIN_THROUGHPUT_SHARE * max(throughputs))
+
+
+def make_decoding_state(
+    autotuner: Autotuner,
+    caches: SequenceCaches,
+    request: GenerationRequest,
+    settings: SpeculativeSettings,
+    costs: CostModel | None,
+    is_alone: bool,
+    memory: LookupMemory,
+) -> DecodingState:
+    """Return the decoding state of a new sequence, with the verifier, drafter, length policy and constraint that it needs.
+
+    A sequence with a predicted output and the coupled verifier drafts from the prediction. Otherwise it uses the bundle's draft,
+    or no draft if the target is too fast for looked-up ones.
+
+    Args:
+        autotuner: The autotuner of the models, warmed up.
+        caches: The KV caches for this sequence.
+        request: A validated request.
+        settings: The settings of speculative decoding.
+        costs: The cost model of the sequence's batch; None for drafts of fixed length.
+        is_alone: Whether the batch is only this sequence.
+        memory: What earlier sequences of the same client have left for looked-up drafts.
+    """
+    bundle = autotuner.bundle
+    draft, vocabulary, target, eos_tokens = bundle.draft, bundle.draft.vocabulary, bundle.target, bundle.tokenizer.eos_tokens
+    # without a draft only forced tokens are verified, which each verifier accepts
+    verify = "coupled" if draft.is_empty else settings.verify
+    verifier = VERIFIERS[verify](vocabulary.n_target, request.sampling)
+    # with other verifiers the output depends on the draft, so a prediction would change it
+    is_predicted = bool(request.prediction) and verify == "coupled"
+    if is_predicted:
+        drafter: Drafter | None = PredictionDrafter(
+            eos_tokens, len(request.prompt), request.prediction, request.sampling, memory, vocabulary.n_target
+        )
+    elif bundle.uses_lookup and verifier.is_coupled:
+        is_too_fast = settings.is_adaptive and autotuner.is_too_fast_for_lookup
+        can_branch = bundle.can_lookup_branch(settings) and not (request.constraint or request.sampling.has_logit_adjustments)
+        drafter = None if is_too_fast else LookupDrafter(eos_tokens, request.sampling, memory, vocabulary.n_target, can_branch)
+    else:
+        drafter = bundle.make_drafter(caches, request.sampling, verifier, settings, is_alone, autotuner.draft_calibration)
+    policy: LengthPolicy = FixedLength(settings.fixed_gamma)
+    if costs and drafter and settings.is_adaptive and drafter.has_variable_length:
+        is_free = is_predicted or draft.model is None
+        acceptance = autotuner.acceptance if draft.model is None or not is_predicted else Acceptance(LOOKUP_ACCEPTANCE)
+        policy = DraftLengthPolicy(costs, acceptance, is_free)
+    constraint = request.constraint
+    if request.sampling.has_logit_adjustments:
+        from specdec.text.logit_processors import ProcessedConstraint
+
+        constraint = ProcessedConstraint(constraint, request.sampling, vocabulary.n_target)
+    return DecodingState(
+        [*request.prompt],
+        request.max_tokens,
+        target.n_positions,
+        drafter,
+        verifier,
+        policy,
+        eos_tokens,
+        constraint,
+        target.longrope_threshold,
+        request.top_logprobs,
+        bundle.n_ids,
+        autotuner.step_costs,
+    )

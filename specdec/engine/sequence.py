@@ -1,5 +1,6 @@
 """Sequence: one request being generated, with its status, its KV caches and its decoding state."""
 
+import math
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import replace
@@ -9,23 +10,32 @@ from typing import NamedTuple
 from specdec.argument_checks import count_common_prefix, replace_unknown_tokens
 from specdec.engine.prefix_cache import MIN_SHARED_PREFIX_TOKENS, KVSlot
 from specdec.engine.request import GenerationRequest
-from specdec.events import PrefillProgress, Prompt, Proposal, Step
+from specdec.events import Event, PrefillProgress, Prompt, Proposal, Step, StopReason
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.model.kv_cache import KVCache
-from specdec.speculative import DecodingState
-from specdec.text.detokenizer import EventDetokenizer
+from specdec.speculative import DecodingState, Verified
+from specdec.tokenizer import AnyTokenizer
 
 MIN_DEFERRED_TOKENS = 4 * MAX_BATCH_TOKENS  # of a prompt that a draft model reads after the first token
+INTERRUPTED: StopReason = "interrupted"  # of a sequence that ends because the process does
 
 
 class SequenceStatus(Enum):
     """The stage of a sequence between its request and its last token."""
 
     WAITING = "waiting"  # for a slot
-    PREFILL = "prefill"  # the prompt runs, or the whole sequence again
+    PREFILL = "prefill"  # the prompt runs
+    RECOMPUTE = "recompute"  # the whole sequence runs again, with other RoPE factors
     DECODE = "decode"  # the next draft is to be proposed
     VERIFY = "verify"  # a draft, possibly an empty one, waits for its pass
     FINISHED = "finished"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+BEFORE_OUTPUT = (SequenceStatus.WAITING, SequenceStatus.PREFILL)
+PREFILLING = (SequenceStatus.PREFILL, SequenceStatus.RECOMPUTE)
+ENDED = (SequenceStatus.FINISHED, SequenceStatus.CANCELLED, SequenceStatus.FAILED)
 
 
 class Client(NamedTuple):
@@ -48,12 +58,13 @@ class Sequence:
         client: The sender.
         status: The stage that the sequence is in.
         submit_time: When the request arrived, as `time.perf_counter`.
-        start_time: When the sequence got its slot.
+        start_time: When the sequence got its slot; infinite before.
+        slot: The KV caches, from `start` on.
+        state: The state of speculative decoding, from `start` on.
         n_cached: Prompt tokens found in a KV cache, which need not run.
         prefix_donor: Another sequence that is prefilling a prefix of both prompts. This sequence waits for it and then copies the
             KV cache of the prefix. None if there is no such sequence.
         n_shared_prefix: Tokens of the prefix that both prompts share.
-        has_sent_prompt: Whether the `Prompt` event has been sent.
         n_steps: Number of steps so far.
         first_token_seconds: Time from the request to the first token; None before.
     """
@@ -61,25 +72,34 @@ class Sequence:
     slot: KVSlot
     state: DecodingState
 
-    def __init__(self, request: GenerationRequest, detokenizer: EventDetokenizer, client: Client = Client()) -> None:  # noqa: B008
+    def __init__(self, request: GenerationRequest, tokenizer: AnyTokenizer, client: Client = Client()) -> None:  # noqa: B008
         """Create a waiting sequence that has no KV cache slot yet."""
         self.request, self.client = request, client
-        self.status, self.is_cancelled = SequenceStatus.WAITING, False
-        self.submit_time = self.start_time = time.perf_counter()
+        self.status = SequenceStatus.WAITING
+        self.submit_time, self.start_time = time.perf_counter(), math.inf
         self.n_cached = self.n_shared_prefix = self.n_steps = 0
-        self.has_sent_prompt = False
         self.prefix_donor: Sequence | None = None
         self.first_token_seconds: float | None = None
-        self._detokenizer = detokenizer
+        self._detokenizer = request.make_detokenizer(tokenizer)
         self._prefill_work, self._prefill_start = 0, 0.0  # tokens times weight bytes of this prefill; when it began
         self._extra_seconds = 0.0  # of a prefill of the whole sequence, which counts to the next step
         self._skipped_caches = list[KVCache]()  # of drafts that cannot prefill this prompt
         self._is_draft_deferred = False  # whether draft models prefill the prompt after the first token
 
     @property
-    def is_finished(self) -> bool:
-        """Whether the sequence has ended."""
-        return self.status is SequenceStatus.FINISHED
+    def has_ended(self) -> bool:
+        """Whether the sequence is finished, cancelled or failed."""
+        return self.status in ENDED
+
+    @property
+    def has_started(self) -> bool:
+        """Whether the sequence has or had a slot."""
+        return self.start_time < math.inf
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether the prompt, or the whole sequence, is to run before the next token."""
+        return self.status in PREFILLING
 
     @property
     def has_proposed(self) -> bool:
@@ -101,40 +121,42 @@ class Sequence:
         """Whether the draft to verify is a tree of tokens, which needs a forward pass of its own."""
         return self.has_proposed and self.state.draft.parents is not None
 
-    def cancel(self) -> None:
-        """Mark the sequence as cancelled; the scheduler removes it before its next pass."""
-        self.is_cancelled = True
-
     def start(self, slot: KVSlot, state: DecodingState) -> None:
         """Store the slot and the decoding state, count the cached prompt tokens, and begin the prefill of the prompt."""
         self.slot, self.state, self.start_time = slot, state, time.perf_counter()
         self.n_cached = self.count_prefilled()
-        self.begin_prefill()
+        self._begin_prefill(SequenceStatus.PREFILL)
 
-    def begin_prefill(self) -> None:
-        """Begin to prefill the prompt, or the whole sequence again."""
-        self.status, self._prefill_start, self._skipped_caches = SequenceStatus.PREFILL, time.perf_counter(), []
-        # Other verifiers' outputs depend on the draft, and a draft that reads the target's hidden states follows its passes.
-        can_defer = self.state.verifier.is_coupled and not any(each.model.target_layers for each in self.slot.caches.drafts)
-        is_long = self._count_draft_prefill_tokens() >= MIN_DEFERRED_TOKENS and self.request.max_tokens > 0
-        self._is_draft_deferred = can_defer and is_long and not self.has_sent_prompt
+    def recompute(self) -> None:
+        """Begin to run the whole sequence again."""
+        self._begin_prefill(SequenceStatus.RECOMPUTE)
+
+    def _begin_prefill(self, status: SequenceStatus) -> None:
+        self.status, self._prefill_start, self._skipped_caches = status, time.perf_counter(), []
+        self._is_draft_deferred = status is SequenceStatus.PREFILL and self._can_defer_draft()
         self._prefill_work = self._count_prefill_work()
 
+    def _can_defer_draft(self) -> bool:
+        """Return whether draft models can read the prompt after the first token, and it is long enough for that."""
+        # Other verifiers' outputs depend on the draft, and a draft that reads the target's hidden states follows its passes.
+        can_defer = self.state.verifier.is_coupled and not any(each.model.target_layers for each in self.slot.caches.drafts)
+        return can_defer and self.request.max_tokens > 0 and self._count_draft_prefill_tokens() >= MIN_DEFERRED_TOKENS
+
     def start_decoding(self) -> Prompt | None:
-        """End the prefill and prepare the drafter; return the `Prompt` event, or None if it was sent before."""
+        """End the prefill and prepare the drafter; return the `Prompt` event, or None after a repeated prefill."""
         # Drop what the cache holds beyond the sequence: a head would draft from the hidden states of an earlier output.
         self.cache.forward(self.tokens[:-1], 0, len(self.tokens))
         if self.state.drafter and not self._is_draft_deferred:
             self.state.drafter.prepare([*self.tokens])
-        self.status, now = SequenceStatus.DECODE, time.perf_counter()
-        if self.has_sent_prompt:
+        is_repeated, now = self.status is SequenceStatus.RECOMPUTE, time.perf_counter()
+        self.status = SequenceStatus.DECODE
+        if is_repeated:
             self._extra_seconds = now - self._prefill_start
             return None
-        return self.make_prompt_event(now - self.start_time)
+        return self._make_prompt_event(now - self.start_time)
 
-    def make_prompt_event(self, seconds: float = 0.0) -> Prompt:
-        """Return the `Prompt` event, with the seconds that the prefill took, and record that it has been sent."""
-        self.has_sent_prompt = True
+    def _make_prompt_event(self, seconds: float) -> Prompt:
+        """Return the `Prompt` event, with the seconds that the prefill took."""
         return self._detokenizer.add_prompt_text(Prompt([*self.request.prompt], seconds, n_cached=self.n_cached))
 
     def propose(self) -> None:
@@ -154,25 +176,33 @@ class Sequence:
         """Return the `Proposal` event of the current draft."""
         return self._detokenizer.add_draft_text(self.state.proposal)
 
-    def finish_step(self, step: Step) -> Step:
-        """Return a committed step with its text added, and count it; end the sequence if the step has a stop reason.
+    def commit(self, verified: Verified, seconds: float, experts: tuple[float, int]) -> Step:
+        """Add verified tokens and return the `Step` event with its text; see `DecodingState.commit` for the arguments.
 
-        The time of a repeated prefill is added to the next step's. The first step with tokens sets `first_token_seconds`.
+        A step with a stop reason finishes the sequence.
         """
-        self.status = SequenceStatus.DECODE
+        return self._finish_step(self.state.commit(verified, seconds, experts))
+
+    def interrupt(self) -> list[Event]:
+        """Finish the sequence now, and return its last events: the `Prompt` if it has none yet, and an empty step."""
+        is_early = self.status in BEFORE_OUTPUT
+        prompt: list[Event] = [self._make_prompt_event(0.0)] if is_early else []
+        return [*prompt, self._finish_step(Step([], [], 0, 0.0, 0.0, INTERRUPTED))]
+
+    def end(self, status: SequenceStatus) -> None:
+        """Set the status with which the sequence has ended."""
+        self.status = status
+
+    def _finish_step(self, step: Step) -> Step:
+        """Return a step with its text and the time of a repeated prefill, and count it."""
         self.n_steps += 1
         if self._extra_seconds:
             step, self._extra_seconds = replace(step, seconds=step.seconds + self._extra_seconds), 0.0
         step = self._detokenizer.add_text(step)
         if step.tokens and self.first_token_seconds is None:
             self.first_token_seconds = time.perf_counter() - self.submit_time
-        if step.stop_reason:
-            self.status = SequenceStatus.FINISHED
+        self.status = SequenceStatus.FINISHED if step.stop_reason else SequenceStatus.DECODE
         return step
-
-    def finish(self) -> None:
-        """Mark the sequence as finished; the scheduler has removed it and released its slot."""
-        self.status = SequenceStatus.FINISHED
 
     @property
     def n_prefill_tokens(self) -> int:
@@ -242,7 +272,7 @@ class Sequence:
             if (
                 is_compatible
                 and n_prefilled < n_common
-                and not other.has_sent_prompt
+                and other.status is SequenceStatus.PREFILL
                 and other.start_time < self.start_time
                 and (n_common, n_prefilled) > best
             ):
@@ -257,7 +287,7 @@ class Sequence:
         """
         if not (donor := self.prefix_donor):
             return False
-        if donor in running and not donor.has_sent_prompt and donor.count_prefilled() < self.n_shared_prefix:
+        if donor.status is SequenceStatus.PREFILL and donor.count_prefilled() < self.n_shared_prefix:
             return True
         self.prefix_donor = None
         self.slot.copy_from(donor.slot, self.request.prompt)

@@ -12,7 +12,6 @@ from specdec.events import Step
 from specdec.runtime.compile_ahead import stop_processes
 from specdec.runtime.memory import zeros
 from specdec.sampling import Sampling
-from specdec.text.detokenizer import EventDetokenizer
 from specdec.verification import VERIFIERS, Draft, Verifier
 
 LARGE_MODEL_BYTES = 2 << 30  # of weights; from there on a step takes longer than loading code
@@ -71,7 +70,7 @@ class WarmUp:
         tokens = self._bundle.tokenizer.encode("")
         if self._bundle.draft.reads_target:  # it needs two tokens: it drafts from hidden states, then from its own output
             tokens, max_tokens = (tokens * 2)[: self._bundle.target.n_positions], max_tokens + 1
-        sequence = Sequence(GenerationRequest(tokens, max_tokens, Sampling()), EventDetokenizer(self._bundle.tokenizer))
+        sequence = Sequence(GenerationRequest(tokens, max_tokens, Sampling()), self._bundle.tokenizer)
         scheduler = Scheduler(self._autotuner, settings, PrefixCache(self._bundle, max_idle=1))
         return [event.seconds for event in scheduler.stream(sequence) if isinstance(event, Step)]
 

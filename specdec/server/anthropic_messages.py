@@ -3,16 +3,19 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from specdec.argument_checks import JSONDict, JSONObject, check_choice, check_string
 from specdec.server.field_validation import (
     ANTHROPIC_PREFIX,
+    MESSAGE_LIST,
     TOO_LONG,
     UNSUPPORTED,
     APIError,
     Fields,
     check_bool,
+    check_integer,
     check_list,
     check_object,
     iter_objects,
@@ -43,9 +46,7 @@ def parse_messages_request(body: JSONObject, model: ServedModel) -> ParsedReques
         APIError: The body is invalid, or uses something that is not supported.
     """
     fields = Fields(body)
-    if not (max_tokens := fields.take_int("max_tokens", 0, 1)):
-        message = "max_tokens is missing; expected the maximum number of tokens to generate"
-        raise APIError(message, "max_tokens", "missing_parameter")
+    max_tokens = fields.take_required("max_tokens", partial(check_integer, minimum=1), "the maximum number of tokens to generate")
     parsed = _parse_chat(_make_chat(fields, max_tokens), model)
     if body["messages"][-1]["role"] == "assistant":
         message = "continuing an assistant message is not supported; the last message must be the user's"
@@ -93,8 +94,7 @@ def _make_chat(fields: Fields, max_tokens: int) -> JSONDict:
     """
     chat = {name: fields.pop(name) for name in COMMON_FIELDS}
     system = BILLING_HEADER_PATTERN.sub("", fields.take("system", _join_paragraphs, ""))
-    if not (messages := fields.take("messages", _parse_messages, list[JSONDict]())):
-        raise APIError("messages are missing; expected a list of objects with role and content", "messages", "missing_parameter")
+    messages = fields.take_required("messages", _parse_messages, MESSAGE_LIST)
     if system:
         messages.insert(0, {"role": "system", "content": system})
     tools = fields.take("tools", _parse_tools, list[JSONDict]())

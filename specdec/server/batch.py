@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from specdec.argument_checks import JSONDict, JSONObject, check_string, shorten
 from specdec.engine.prefix_cache import PrefixCache
-from specdec.engine.request import validate_request
 from specdec.engine.sequence import Sequence
 from specdec.events import Event, PrefillProgress, Step
 from specdec.server.auxiliary_tasks import AuxiliaryRequest, AuxiliaryTask
@@ -216,8 +215,7 @@ class BatchRunner:
                 yield None
         finally:
             for sequence in self._jobs:
-                sequence.cancel()
-            self._scheduler.reap()
+                self._scheduler.cancel(sequence)
             self._jobs.clear()
 
     def _start(self, request: BatchLine) -> bytes | None:
@@ -240,16 +238,14 @@ class BatchRunner:
         Raises:
             APIError: The request is invalid.
         """
-        body, bundle = request.body, self._model.decoder.bundle
+        body = request.body
         if body.get("seed") in (None, -1):
             body = {**body, "seed": int(request.random_id[:8], 16)}
         generation_requests, options = GENERATION_PARSERS[request.url](body, self._model)
         if options.grammar:
             with wrap_encoding_errors(self._model, options.grammar.request_field):
                 generation_requests = options.constrain(generation_requests, options.grammar.get_constraint())
-        with wrap_errors(None):
-            valid = [validate_request(each, bundle) for each in generation_requests]
-        sequences = [Sequence(each, each.make_detokenizer(bundle.tokenizer)) for each in valid]
+        sequences = [Sequence(each, self._model.decoder.tokenizer) for each in generation_requests]
         response = BatchFormatter(body, generation_requests, options, self._model, request.random_id, 0)
         job = BatchJob(request, response, sequences, [ChoiceDelta() for _ in sequences])
         for sequence in sequences:
@@ -266,7 +262,7 @@ class BatchRunner:
             for sequence in self._scheduler.fail_all(error):
                 if line := self._process_event(sequence, error):
                     yield line
-        for sequence in [each for each in self._jobs if each.is_finished]:  # without a step, since no token was allowed
+        for sequence in [each for each in self._jobs if each.has_ended]:  # without a step, since no token was allowed
             if line := self._process_event(sequence, Step([], [], 0, 0.0, 0.0, "max_tokens")):
                 yield line
 
@@ -296,7 +292,7 @@ class BatchRunner:
     def _end(self, job: BatchJob) -> None:
         """Forget a request, and cancel what is left of it."""
         for sequence in job.sequences:
-            sequence.cancel()
+            self._scheduler.cancel(sequence)
             self._jobs.pop(sequence, None)
 
 

@@ -64,8 +64,7 @@ def parse_embedding_request(body: JSONObject, model: ServedModel) -> EmbeddingRe
     fields = Fields(body)
     fields.take_string("model")
     decoder = model.decoder
-    if not (inputs := fields.take("input", _parse_inputs, list[str | list[int]]())):
-        raise APIError("input is missing; expected a string, token ids, or a list of them", "input", "missing_parameter")
+    inputs = fields.take_required("input", _parse_inputs, "a string, token ids, or a list of them")
     encoding = fields.take_choice("encoding_format", ["float", "base64"], "float")
     dimensions = fields.take_int("dimensions", None, 1, decoder.target.config.dim)
     fields.reject_remaining("embeddings field")

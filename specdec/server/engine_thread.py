@@ -12,9 +12,9 @@ from typing import Any
 from specdec.engine.metrics import Metrics
 from specdec.engine.model_runner import Batch
 from specdec.engine.prefix_cache import PrefixCache
-from specdec.engine.request import GenerationRequest, validate_request
+from specdec.engine.request import GenerationRequest
 from specdec.engine.scheduler import Scheduler
-from specdec.engine.sequence import Client, Sequence
+from specdec.engine.sequence import Client, Sequence, SequenceStatus
 from specdec.events import Event, PrefillProgress, Prompt, Proposal, Step
 from specdec.model.model import Model
 from specdec.server.auxiliary_tasks import AuxiliaryTask, AuxiliaryTaskQueue
@@ -47,18 +47,20 @@ class RequestHandle:
 
     Attributes:
         sequence: The sequence that is generated for the request.
+        is_cancelled: Whether `cancel` was called.
     """
 
     def __init__(self, sequence: Sequence, on_event: EventCallback, wake: Callable[[], None]) -> None:
         """Store the sequence, the callback, and the function that wakes the engine's thread."""
         self.sequence, self._on_event, self._wake = sequence, on_event, wake
+        self.is_cancelled = False
 
     def cancel(self) -> None:
         """Mark the request as cancelled and wake the engine, which frees the KV cache slot within one step.
 
         The callback gets no event after the one that is being sent.
         """
-        self.sequence.cancel()
+        self.is_cancelled = True
         self._wake()
 
     def send(self, event: Event | PrefillProgress | Exception) -> None:
@@ -66,12 +68,12 @@ class RequestHandle:
 
         A callback that raises cancels its request.
         """
-        if self.sequence.is_cancelled or isinstance(event, PrefillProgress | Proposal):
+        if self.is_cancelled or isinstance(event, PrefillProgress | Proposal):
             return
         try:
             self._on_event(event)
         except Exception:
-            self.sequence.cancel()
+            self.cancel()
 
 
 class EngineThread:
@@ -115,7 +117,7 @@ class EngineThread:
         """Queue all sequences of a client's request for generation, or none of them, and return a handle for each.
 
         Args:
-            requests: One per sequence.
+            requests: One per sequence, validated.
             callbacks: One per sequence, called on the engine's thread with each event. The last event is a step with a stop
                 reason or an error.
             client: The sender.
@@ -126,14 +128,9 @@ class EngineThread:
         Raises:
             QueueFullError: Too many requests wait. A client without unfinished requests has a higher limit.
             ShutdownError: The engine is shutting down.
-            ValueError: A request is invalid, as in `SpeculativeDecoder.stream`; TypeError likewise.
         """
-        bundle = self._decoder.bundle
-        handles = list[RequestHandle]()
-        for request, on_event in zip(requests, callbacks, strict=True):
-            request = validate_request(request, bundle)
-            sequence = Sequence(request, request.make_detokenizer(bundle.tokenizer), client)
-            handles.append(RequestHandle(sequence, on_event, self._wake))
+        sequences = [Sequence(request, self._decoder.tokenizer, client) for request in requests]
+        handles = [RequestHandle(*each, self._wake) for each in zip(sequences, callbacks, strict=True)]
         with self._changed:
             if self._is_closed:
                 raise ShutdownError()
@@ -210,7 +207,7 @@ class EngineThread:
             return bool(self._handles or self._auxiliary_tasks)
 
     def _step(self) -> None:
-        """Pass new sequences to the scheduler, run a step of it, send the events, and forget the requests that have ended.
+        """Add and cancel sequences, run a step of the scheduler, send the events, and forget the requests that have ended.
 
         After the grace period of `close`, all sequences are aborted instead. An error of the step is sent to all of them.
         """
@@ -219,19 +216,22 @@ class EngineThread:
         with self._changed:
             while self._incoming:
                 scheduler.add(self._incoming.popleft())
+            cancelled = [handle.sequence for handle in self._handles.values() if handle.is_cancelled]
         try:
+            for sequence in cancelled:
+                scheduler.cancel(sequence)
             batch = Batch(events=scheduler.abort()) if self._is_aborted else scheduler.schedule()
             for sequence, event in batch.events:
                 self._handles[sequence].send(event)
-            for sequence, event in scheduler.run(batch):
+            for sequence, event in scheduler.commit(batch, scheduler.runner.run(batch)):
                 self._handles[sequence].send(event)
         except Exception as error:  # clients must not wait for a sequence that cannot continue
             for sequence in scheduler.fail_all(error):
                 self._handles[sequence].send(error)
         with self._changed:
-            for sequence in [sequence for sequence in self._handles if sequence.is_finished]:
+            for sequence in [sequence for sequence in self._handles if sequence.has_ended]:
                 handle = self._handles.pop(sequence)
-                if not sequence.n_steps and sequence.has_sent_prompt and not sequence.request.max_tokens:
+                if sequence.status is SequenceStatus.FINISHED and not sequence.n_steps:  # since no token was allowed
                     handle.send(Step([], [], 0, 0.0, 0.0, "max_tokens"))
 
     def _fail_all(self, error: Exception) -> None:
@@ -240,7 +240,7 @@ class EngineThread:
             handles = [*self._handles.values()]
             self._handles.clear()
             self._incoming.clear()
+        self._metrics.record_failures(len(handles))
         for handle in handles:
-            self._metrics.record_failure()
             handle.send(error)
         self._auxiliary_tasks.fail_all(error)

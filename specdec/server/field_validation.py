@@ -13,6 +13,7 @@ from specdec.server.json_values import parse_finite_float
 
 MAX_BODY_DEPTH, MAX_BODY_CONTAINERS = 64, 50_000  # nested lists and objects of a body, and all of them
 ANTHROPIC_PREFIX, OLLAMA_PREFIX = "/v1/messages", "/api/"  # of the paths of their APIs
+MESSAGE_LIST = "a list of objects with role and content"  # what messages must be
 INVALID, UNSUPPORTED, UNKNOWN, TOO_LONG = "invalid_value", "unsupported_parameter", "unknown_parameter", "context_length_exceeded"
 # error types of OpenAI's and Anthropic's APIs by status, and the one for other server errors
 OPENAI_ERROR_TYPES = {429: "rate_limit_error"}, "server_error"
@@ -209,6 +210,13 @@ class Fields:
             return default
         with wrap_errors(name):
             return check(name, value)
+
+    def take_required(self, name: str, check: Callable[[str, object], Value], expected: str) -> Value:
+        """Remove a field from the body and return its checked value; if it is missing, the error says what is expected."""
+        if name not in self._body:
+            raise APIError(f"{name} is missing; expected {expected}", name, "missing_parameter")
+        with wrap_errors(name):
+            return check(name, self.pop(name))
 
     def take_bool(self, name: str, default: bool = False) -> bool:
         """Remove a field from the body and return its value, true or false, or the default if it is missing."""

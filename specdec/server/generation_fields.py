@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.argument_checks import JSONDict, JSONObject, check_choice, check_float, check_strings, shorten
-from specdec.engine.request import GenerationRequest
+from specdec.engine.request import GenerationRequest, validate_request
 from specdec.protocols import Constraint
 from specdec.sampling import Sampling
 from specdec.server.field_validation import (
@@ -128,29 +128,33 @@ class GenerationFields:
             visible_tokens: Special tokens that the output shows, with their text.
 
         Raises:
-            APIError: There are too many outputs, or a prompt is too long.
+            APIError: There are too many outputs, or a prompt is too long or has ids that the model does not have.
         """
-        n_positions, n_outputs = self._model.decoder.n_positions, self._n * len(prompts)
+        decoder, n_outputs = self._model.decoder, self._n * len(prompts)
+        n_positions = decoder.n_positions
         if n_outputs > MAX_CHOICES:
             raise APIError(f"the request needs {n_outputs} outputs; at most {MAX_CHOICES} are allowed", "n")
         if (longest := max(map(len, prompts))) > n_positions:
             verb = "has" if prompt_field == "prompt" else "have"
             raise APIError(f"{prompt_field} {verb} {longest} tokens; the context holds {n_positions}", prompt_field, TOO_LONG)
-        prediction = self._encode_prediction()
-        return [
-            GenerationRequest(
-                prompt,
-                min(max_tokens or n_positions, n_positions + 1 - len(prompt)),
-                replace(self._sampling, seed=(self._sampling.seed + i) % N_SEEDS),
-                self._stop_strings,
-                n_top_logprobs,
-                prediction,
-                visible_tokens=visible_tokens or {},
-                include_draft_text=self.has_details,
-            )
-            for prompt in prompts
-            for i in range(self._n)
-        ]
+        with wrap_errors(prompt_field):
+            checked = [decoder.encode(prompt) for prompt in prompts]
+        prediction, requests = self._encode_prediction(), list[GenerationRequest]()
+        for prompt in checked:
+            for i in range(self._n):
+                request = GenerationRequest(
+                    prompt,
+                    min(max_tokens or n_positions, n_positions + 1 - len(prompt)),
+                    replace(self._sampling, seed=(self._sampling.seed + i) % N_SEEDS),
+                    self._stop_strings,
+                    n_top_logprobs,
+                    prediction,
+                    visible_tokens=visible_tokens or {},
+                    include_draft_text=self.has_details,
+                )
+                with wrap_errors(None):
+                    requests.append(validate_request(request, decoder.bundle))
+        return requests
 
     def _encode_prediction(self) -> list[int]:
         tokenizer = self._model.decoder.tokenizer

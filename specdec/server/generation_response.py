@@ -11,7 +11,6 @@ from specdec.argument_checks import JSONObject
 from specdec.events import Event
 from specdec.server.access_control import Receive, Scope, Send, to_api_error
 from specdec.server.fair_grammar_builds import ConstraintBuilder
-from specdec.server.field_validation import wrap_errors
 from specdec.server.generation_fields import ServedModel, wrap_encoding_errors
 from specdec.server.json_values import encode_json
 from specdec.server.model_manager import ModelEntry, ModelInstance, ModelManager
@@ -184,8 +183,7 @@ class ResponseStreamer:
             with wrap_encoding_errors(response.model, grammar.request_field):
                 constraint = await wait_unless_disconnected(disconnected, build)
             requests = await asyncio.to_thread(response.options.constrain, requests, constraint)
-        with wrap_errors(None):
-            handles = instance.engine.submit(requests, [partial(self._on_event, i) for i in range(len(requests))], client)
+        handles = instance.engine.submit(requests, [partial(self._on_event, i) for i in range(len(requests))], client)
         try:
             await (self._send_stream if response.options.shared.is_stream else self._send_complete)(response)
             scope["notes"].append(f"{response.n_prompt}+{response.n_generated} tokens")

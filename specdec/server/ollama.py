@@ -2,10 +2,9 @@
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
-
-import numpy as np
 
 from specdec.argument_checks import JSONDict, JSONObject, check_string
 from specdec.model import count_parameters
@@ -100,14 +99,22 @@ def _parse_messages(name: str, value: object) -> list[JSONDict]:
     ]
 
 
+@dataclass(frozen=True)
 class OllamaEmbeddingRequest(EmbeddingRequest):
-    """A request for embedding vectors whose response has ollama's format."""
+    """A request for embedding vectors whose response has ollama's format.
+
+    Attributes:
+        is_single: Whether the response is that of ollama's older path /api/embeddings, for one vector.
+    """
+
+    is_single: bool = False
 
     def format_response(self, vectors: Sequence[Float32], name: str) -> bytes:
         """Return ollama's response as JSON."""
-        n_tokens = sum(map(len, self.inputs))
-        embeddings = [[float(str(number)) for number in vector] for vector in np.asarray(vectors)]
-        return encode_json({"model": name, "embeddings": embeddings, "prompt_eval_count": n_tokens})
+        embeddings = [[float(str(number)) for number in vector] for vector in vectors]
+        if self.is_single:
+            return encode_json({"embedding": embeddings[0]})
+        return encode_json({"model": name, "embeddings": embeddings, "prompt_eval_count": sum(map(len, self.inputs))})
 
 
 def parse_ollama_embedding(body: JSONObject, model: ServedModel) -> OllamaEmbeddingRequest:
@@ -132,15 +139,7 @@ def parse_ollama_embedding(body: JSONObject, model: ServedModel) -> OllamaEmbedd
     return OllamaEmbeddingRequest(parsed.inputs, parsed.pooling, parsed.dimensions, False)
 
 
-class OllamaPromptEmbeddingRequest(OllamaEmbeddingRequest):
-    """A request for one embedding vector, in the format of ollama's older path /api/embeddings."""
-
-    def format_response(self, vectors: Sequence[Float32], name: str) -> bytes:
-        """Return ollama's response as JSON."""
-        return encode_json({"embedding": [float(str(number)) for number in vectors[0]]})
-
-
-def parse_ollama_prompt_embedding(body: JSONObject, model: ServedModel) -> OllamaPromptEmbeddingRequest:
+def parse_ollama_prompt_embedding(body: JSONObject, model: ServedModel) -> OllamaEmbeddingRequest:
     """Parse a body of ollama's older /api/embeddings, whose input is a `prompt`, into an embedding request.
 
     Raises:
@@ -149,8 +148,7 @@ def parse_ollama_prompt_embedding(body: JSONObject, model: ServedModel) -> Ollam
     with wrap_errors("prompt"):
         prompt = check_string("prompt", body.get("prompt"))
     others = {key: value for key, value in body.items() if key != "prompt"}
-    parsed = parse_ollama_embedding(others | {"input": prompt}, model)
-    return OllamaPromptEmbeddingRequest(parsed.inputs, parsed.pooling, parsed.dimensions, False)
+    return replace(parse_ollama_embedding(others | {"input": prompt}, model), is_single=True)
 
 
 class OllamaChatFormatter(PartsFormatter):

@@ -13,6 +13,7 @@ from typing import Any
 from specdec.argument_checks import JSONDict, JSONObject, check_choice, check_string, shorten
 from specdec.engine.request import GenerationRequest
 from specdec.server.field_validation import (
+    MESSAGE_LIST,
     TOO_LONG,
     APIError,
     Fields,
@@ -64,9 +65,7 @@ def parse_chat_request(body: JSONObject, model: ServedModel) -> ParsedRequest:
     is_single_call = not fields.take_bool("parallel_tool_calls", True)
     template = model.template.for_tools if tools and choice != "none" else model.template
     tool_parser = _choose_tool_parser(template) if tools else find_tool_parser(template.source)
-    if body.get("messages") is None:
-        raise APIError("messages are missing; expected a list of objects with role and content", "messages", "missing_parameter")
-    messages = fields.take("messages", _parse_messages, list[JSONDict]())
+    messages = fields.take_required("messages", _parse_messages, MESSAGE_LIST)
     has_logprobs = fields.take_bool("logprobs")
     n_top_logprobs = fields.take_int("top_logprobs", 0, 0, MAX_TOP_LOGPROBS)
     if n_top_logprobs and not has_logprobs:
@@ -118,11 +117,7 @@ def _make_tool_grammar(
 
 
 def _encode_messages(
-    model: ServedModel,
-    template: ChatTemplate,
-    messages: list[JSONDict],
-    tools: list[JSONDict],
-    options: Options,
+    model: ServedModel, template: ChatTemplate, messages: list[JSONDict], tools: list[JSONDict], options: Options
 ) -> list[int]:
     """Return the token ids of a chat; if the template rejects the messages, simplify them and try again.
 
@@ -218,7 +213,7 @@ def _encode_prompt(model: ServedModel, prompt: str | list[int], suffix: str) -> 
         return encode_prompt(model.decoder.tokenizer, prompt, suffix)
     if suffix:
         raise APIError("suffix needs a prompt that is a text", "suffix")
-    return model.decoder.encode(prompt)
+    return prompt
 
 
 def _parse_template_options(fields: Fields, template: ChatTemplate, is_thinking: bool | None) -> Options:

@@ -75,10 +75,8 @@ def parse_rerank_request(body: JSONObject, model: ServedModel) -> RerankRequest:
         reranker = Reranker(model.decoder.bundle)
     except ValueError as error:
         raise APIError(str(error), "model", UNSUPPORTED) from None
-    if (query := fields.take("query", check_string, None)) is None:
-        raise APIError("query is missing; expected a string", "query", "missing_parameter")
-    if not (documents := fields.take("documents", _parse_documents, list[str]())):
-        raise APIError("documents is missing; expected a list of strings", "documents", "missing_parameter")
+    query = fields.take_required("query", check_string, "a string")
+    documents = fields.take_required("documents", _parse_documents, "a list of strings")
     n_results = fields.take_int("top_n", len(documents), 1)
     has_documents = fields.take_bool("return_documents")
     instruction = fields.take("instruction", reranker.check_instruction, None)

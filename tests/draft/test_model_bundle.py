@@ -136,7 +136,7 @@ def test_prefill_progress_is_weighted_by_bytes_of_models_that_can_hold_the_promp
     def prefill() -> tuple[Sequence, list[float]]:
         """Run the prefill of a sequence; return the sequence, and the fractions that its events report."""
         request = GenerationRequest(tokens, 0, Sampling())
-        sequence = Sequence(request, request.make_detokenizer(tokenizer))
+        sequence = Sequence(request, tokenizer)
         events = Scheduler(autotuner, SpeculativeSettings(4), prefixes).stream(sequence)
         return sequence, [event.fraction for event in events if isinstance(event, PrefillProgress)]
 

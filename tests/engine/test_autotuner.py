@@ -12,9 +12,8 @@ from specdec.draft.settings import SpeculativeSettings
 from specdec.draft.thread_tuner import ThreadTuner
 from specdec.engine import autotuner
 from specdec.engine.autotuner import Autotuner
-from specdec.engine.decoding_setup import make_decoding_state
 from specdec.engine.request import GenerationRequest
-from specdec.engine.scheduler import Scheduler
+from specdec.engine.scheduler import Scheduler, make_decoding_state
 from specdec.engine.warm_up import WarmUp
 from specdec.events import Step
 from specdec.runtime.cpu_topology import CpuTopology

@@ -5,8 +5,6 @@ import gc
 import os
 import random
 import stat
-import subprocess
-import sys
 import time
 import weakref
 from dataclasses import replace
@@ -174,7 +172,7 @@ def test_prompts_with_a_common_beginning_share_private_files(folder):
 @pytest.mark.parametrize("n_damages", [150, pytest.param(1000, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("name", ["qwen3", "qwen35"])
 def test_a_damaged_file_is_ignored_and_changes_no_output(folder, name, n_damages):
-    """Many damages each: flipped bits, truncation, appended bytes, swapped files, files of other prompts."""
+    """Files are cut off, longer, something else, or have a wrong bit or the content of another file."""
     rng, one, cache = random.Random(name), folder(), new_cache(name)
     tokens = random_tokens(cache.model.config, 450)
     save_prompt(one, cache, tokens)
@@ -187,22 +185,12 @@ def test_a_damaged_file_is_ignored_and_changes_no_output(folder, name, n_damages
                 file.write_bytes(data)
         for _ in range(rng.randrange(1, 3)):
             file = rng.choice([*sound])
-            data = bytearray(sound[file])
-            match rng.randrange(6):
-                case 0:
-                    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-                case 1:
-                    del data[rng.randrange(len(data)) :]
-                case 2:
-                    data += rng.randbytes(rng.randrange(1, 40))
-                case 3:
-                    data = bytearray(sound[rng.choice([*sound])])
-                case 4:
-                    at = rng.randrange(len(data))
-                    data[at : at + 64] = rng.randbytes(len(data[at : at + 64]))
-                case _:
-                    data = bytearray(rng.randbytes(rng.randrange(100)))
-            file.write_bytes(data)
+            data = sound[file]
+            at = rng.randrange(len(data))
+            file.write_bytes(rng.choice([
+                data[:at], data + b"x", rng.randbytes(at % 100), data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :],
+                sound[rng.choice([*sound])],
+            ]))  # fmt: skip
         later.forward(tokens[:1])
         n_restored.add(one.restore(later, tokens))
         if i % 10:
@@ -238,32 +226,6 @@ def test_the_least_recently_used_files_are_evicted(folder):
                 os.utime(file, (time.time() - 1000 + 10 * i, time.time() - 1000 + 10 * i))
     assert sum(file.stat().st_size for file in one.folder.iterdir()) <= 2.6 * size
     assert folder().restore(new_cache("qwen3"), prompts[-1]) and not folder().restore(new_cache("qwen3"), prompts[0])
-
-
-PROCESS = """
-import sys
-from tests.tools.prompt_caches import new_cache, prefill
-from tests.tools.random_models import random_tokens
-from specdec.engine.disk_prompt_cache import PromptCache
-cache, folder = new_cache("qwen3"), PromptCache(sys.argv[1], 10**9, 2, print)
-for i in range(12):
-    tokens = random_tokens(cache.model.config, 300 + 20 * i)
-    folder.restore(cache, tokens)
-    prefill(cache, tokens)
-    folder.save(cache, tokens)
-folder.flush()
-"""
-
-
-def test_two_processes_can_share_a_folder(folder):
-    one = folder()
-    runs = [subprocess.Popen([sys.executable, "-c", PROCESS, str(one.folder)], stdout=subprocess.PIPE) for _ in range(2)]
-    assert [run.communicate(timeout=300)[0] for run in runs] == [b"", b""] and [run.returncode for run in runs] == [0, 0]
-    assert not [name for name in os.listdir(one.folder) if not name.endswith((BLOCK_SUFFIX, TAIL_SUFFIX))]
-    tokens = random_tokens(new_cache("qwen3").model.config, 520)
-    later = new_cache("qwen3")
-    assert one.restore(later, tokens) == 519 and not one.lines
-    np.testing.assert_array_equal(later.forward(tokens, 2), new_cache("qwen3").forward(tokens, 2))
 
 
 def test_an_unusable_folder_is_refused(folder, tmp_path):
@@ -328,28 +290,6 @@ def test_a_prompt_that_exceeds_the_folder_keeps_its_beginning(folder):
     assert folder().restore(new_cache("qwen3"), one) >= BLOCK_TOKENS, "the end went first"
 
 
-def test_eviction_deletes_only_own_files_and_handles_a_clock_that_was_set_back(folder):
-    cache = new_cache("qwen3")
-    tokens = random_tokens(cache.model.config, 400)
-    save_prompt(folder(), cache, tokens)
-    path = folder().folder
-    size = sum(file.stat().st_size for file in path.iterdir())
-    foreign = [path / name for name in ("a.prompt", "long.tail.jpg", f"{'g' * 40}.prompt", "notes.promptly")]
-    for file in foreign:
-        file.write_bytes(b"x" * size)
-        os.utime(file, (1, 1))
-    half = path / f"{'0' * 40}{BLOCK_SUFFIX}.{'a' * 16}"
-    half.write_bytes(b"x" * size)
-    for file in path.iterdir():
-        if file not in foreign:
-            os.utime(file, (time.time() + 10**7, time.time() + 10**7))
-    os.utime(half, (time.time() - 7200, time.time() - 7200))  # of a writer that was killed
-    new = tokens[::-1]
-    save_prompt(folder(n_bytes=int(1.2 * size)), cache, new)
-    assert all(map(os.path.exists, foreign)) and not half.exists()
-    assert folder().restore(new_cache("qwen3"), new) >= 3 * BLOCK_TOKENS and not folder().restore(new_cache("qwen3"), tokens)
-
-
 def test_the_folder_keeps_no_model_alive_and_hashes_weights_once(folder, monkeypatch):
     one, cache = folder(), new_cache("qwen3")
     tokens = random_tokens(cache.model.config, 300)
@@ -397,68 +337,6 @@ def test_the_writer_thread_survives_errors(folder, monkeypatch):
     monkeypatch.undo()
     save_prompt(one, cache, [*tokens, 1])
     assert one.restore(new_cache("qwen3"), tokens) >= 384
-
-
-FULL = """
-import resource, sys
-from tests.tools.prompt_caches import new_cache, prefill
-from tests.tools.random_models import random_tokens
-from specdec.engine.disk_prompt_cache import PromptCache
-cache, folder = new_cache("qwen3"), PromptCache(sys.argv[1], 10**9, 2, print)
-resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
-for n in (400, 500):
-    prefill(cache, random_tokens(cache.model.config, n))
-    folder.save(cache, random_tokens(cache.model.config, n))
-    folder.flush()
-"""
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="no limits there")
-def test_a_write_cut_short_by_the_system_leaves_no_file(folder):
-    """Limit the file size of a process, as if the disk became full in the middle of a file."""
-    one = folder()
-    process = subprocess.run(
-        [sys.executable, "-c", FULL, str(one.folder)], capture_output=True, text=True, timeout=300, check=True
-    )
-    assert len(process.stdout.splitlines()) == 1 and "cannot keep prompts in" in process.stdout
-    assert not os.listdir(one.folder)
-
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from tests.tools.prompt_caches import new_cache, prefill
-from tests.tools.random_models import random_tokens
-from specdec.engine.disk_prompt_cache import PromptCache
-cache, folder = new_cache("qwen3"), PromptCache(sys.argv[1], 10**9, 2, print)
-n_left = int(sys.argv[2])
-
-class Dies(Path(".").__class__):
-    def replace(self, other):
-        global n_left
-        n_left -= 1
-        if n_left < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().replace(other)
-
-folder._store.folder = Dies(folder.folder)
-prefill(cache, random_tokens(cache.model.config, 700))
-folder.save(cache, random_tokens(cache.model.config, 700))
-folder.flush()
-"""
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="no such signal there")
-@pytest.mark.parametrize("n_whole", [0, 2])
-def test_complete_files_survive_a_process_killed_while_writing(folder, n_whole):
-    one, tokens = folder(), random_tokens(new_cache("qwen3").model.config, 700)
-    process = subprocess.run([sys.executable, "-c", KILLED, str(one.folder), str(n_whole)], timeout=300, check=False)
-    assert process.returncode < 0
-    later = new_cache("qwen3")
-    assert one.restore(later, tokens) == n_whole * BLOCK_TOKENS and not one.lines
-    np.testing.assert_array_equal(later.forward(tokens, 2), new_cache("qwen3").forward(tokens, 2))
-    save_prompt(one, later, tokens)
-    assert folder().restore(new_cache("qwen3"), tokens) == 699
 
 
 @pytest.mark.parametrize("suffix", [BLOCK_SUFFIX, TAIL_SUFFIX])

@@ -11,7 +11,7 @@ from specdec.draft.lookup_tables import LookupMemory
 from specdec.engine import autotuner
 from specdec.engine.disk_prompt_cache import PromptCache
 from specdec.engine.prefix_cache import PrefixCache
-from specdec.engine.request import GenerationRequest, validate_request
+from specdec.engine.request import GenerationRequest
 from specdec.engine.sequence import Client, Sequence
 from specdec.events import Step
 from specdec.sampling import Sampling
@@ -34,8 +34,8 @@ def run(decoder, prefix_cache, cases, max_running):
     scheduler, outputs, steps = decoder.make_scheduler(prefix_cache, max_running), {}, []
     sequences = []
     for prompt, n_tokens, sampling, salt in cases:
-        request = validate_request(GenerationRequest(prompt, n_tokens, sampling), decoder.bundle)
-        sequences.append(Sequence(request, request.make_detokenizer(decoder.tokenizer), Client(salt, salt)))
+        request = GenerationRequest(decoder.encode(prompt), n_tokens, sampling)
+        sequences.append(Sequence(request, decoder.tokenizer, Client(salt, salt)))
         scheduler.add(sequences[-1])
         outputs[sequences[-1]] = []
     while scheduler.waiting or scheduler.running:

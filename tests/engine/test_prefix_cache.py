@@ -84,7 +84,7 @@ def make_scheduler(decoder, max_running=8):
 def add(scheduler, decoder, prompt, n, sampling=GREEDY):
     """Add a sequence of n tokens to a scheduler, and return it."""
     request = GenerationRequest(prompt, n, sampling)
-    scheduler.add(sequence := Sequence(request, request.make_detokenizer(decoder.tokenizer)))
+    scheduler.add(sequence := Sequence(request, decoder.tokenizer))
     return sequence
 
 
@@ -100,7 +100,7 @@ def run_until(scheduler, is_done):
 
 def assert_same(decoder, sequence, events):
     request = sequence.request
-    assert isinstance(events[-1], Step) and sequence.is_finished
+    assert isinstance(events[-1], Step) and sequence.has_ended
     assert get_tokens(events) == get_tokens(decoder.stream(request.prompt, request.max_tokens, request.sampling))
 
 
@@ -116,7 +116,7 @@ def test_no_sequence_waits_for_a_recurrent_state_that_cannot_be_copied(name, tmp
     long = add(scheduler, decoder, [*PREFIX, *random_tokens(20_000)], 2)
     run_until(scheduler, lambda: scheduler.running and long.cache.n_tokens >= 200)
     short = add(scheduler, decoder, [*PREFIX, 7, 8, 9], 2)
-    events = run_until(scheduler, lambda: short.is_finished)
+    events = run_until(scheduler, lambda: short.has_ended)
     assert not events[long]
     assert_same(decoder, short, events[short])
 
@@ -126,8 +126,8 @@ def test_the_prefix_donor_of_a_short_prompt_is_prefilled_first(endless):
     prompts = [[BOS, *random_tokens(n)] for n in (20_000, 500, 500, 500, 500)]
     prompts += [[*prefix, *random_tokens(10_000)], [*prefix, 5, 6]]
     *others, short = [add(scheduler, endless, prompt, 1) for prompt in prompts]
-    run_until(scheduler, lambda: any(sequence.is_finished for sequence in (short, *others)))
-    assert short.is_finished and not any(sequence.is_finished for sequence in others)
+    run_until(scheduler, lambda: any(sequence.has_ended for sequence in (short, *others)))
+    assert short.has_ended and not any(sequence.has_ended for sequence in others)
 
 
 def test_a_prefix_copy_without_memory_fails_only_its_sequence(endless, monkeypatch):
@@ -145,7 +145,7 @@ def test_a_prefix_copy_without_memory_fails_only_its_sequence(endless, monkeypat
     sequences = [
         add(scheduler, endless, [*prefix[: 30 + 5 * i], *random_tokens(10)], 20, Sampling(1.0, seed=i)) for i in range(30)
     ]
-    events = run_until(scheduler, lambda: all(sequence.is_finished for sequence in sequences))
+    events = run_until(scheduler, lambda: all(sequence.has_ended for sequence in sequences))
     failed = [sequence for sequence in sequences if isinstance(events[sequence][-1], MemoryError)]
     for sequence in sequences:
         if sequence not in failed:
@@ -162,7 +162,7 @@ def test_a_prompt_changed_in_the_middle_finds_both_versions_cached(endless, n_sl
 
     def n_cached(prompt):
         before, sequence = scheduler.metrics.cached_tokens, add(scheduler, endless, prompt, 2)
-        run_until(scheduler, lambda: sequence.is_finished)
+        run_until(scheduler, lambda: sequence.has_ended)
         return scheduler.metrics.cached_tokens - before
 
     assert n_cached(original) == 0 and n_cached(changed) == 150
@@ -189,7 +189,7 @@ def test_a_failed_restore_leaves_no_slot_in_use(endless):
             raise MemoryError
 
     prefixes = CountingCache(endless, 2)
-    prefixes._prompt_cache = Broken()
+    prefixes.prompt_cache = Broken()
     for _ in range(5):
         with pytest.raises(MemoryError):
             prefixes.acquire([*PREFIX, *random_tokens(10)], 200)

@@ -27,17 +27,21 @@ def scheduler(decoder):
 
 def add(scheduler, decoder, prompt):
     request = GenerationRequest(prompt, 12, GREEDY)
-    scheduler.add(sequence := Sequence(request, request.make_detokenizer(decoder.tokenizer)))
+    scheduler.add(sequence := Sequence(request, decoder.tokenizer))
     return sequence
+
+
+def run(scheduler, batch):
+    return scheduler.commit(batch, scheduler.runner.run(batch))
 
 
 def test_a_planned_batch_proposes_and_its_run_commits(scheduler, decoder):
     sequence = add(scheduler, decoder, PROMPTS[0])
     while not (batch := scheduler.schedule()).decoding:
-        scheduler.run(batch)
+        run(scheduler, batch)
     assert batch.decoding == [sequence] and sequence.status is SequenceStatus.VERIFY
     assert isinstance(batch.events[-1][1], Proposal) and sequence.tokens == PROMPTS[0]
-    ((_, step),) = scheduler.run(batch)
+    ((_, step),) = run(scheduler, batch)
     assert isinstance(step, Step) and sequence.tokens == [*PROMPTS[0], *step.tokens]
     assert sequence.status is SequenceStatus.DECODE
 
@@ -50,7 +54,7 @@ def test_a_batch_that_never_runs_keeps_its_drafts_and_changes_no_output(schedule
         batch = scheduler.schedule()
         n_proposals += sum(isinstance(event, Proposal) for _, event in abandoned.events)
         assert not any(isinstance(event, Proposal) for _, event in batch.events if abandoned.decoding)
-        for sequence, event in scheduler.run(batch):
+        for sequence, event in run(scheduler, batch):
             events[sequence].append(event)
     assert n_proposals
     for sequence in sequences:
@@ -60,4 +64,4 @@ def test_a_batch_that_never_runs_keeps_its_drafts_and_changes_no_output(schedule
 
 def test_an_empty_batch_runs_no_pass(scheduler, decoder):
     n_passes = decoder.target.n_passes
-    assert scheduler.run(scheduler.schedule()) == [] and decoder.target.n_passes == n_passes
+    assert run(scheduler, scheduler.schedule()) == [] and decoder.target.n_passes == n_passes

@@ -66,9 +66,7 @@ def compare_batch(name, weight_format, draft, rng, tokenizer, n):
         if rng.random() < 0.3:
             outputs[rng.integers(len(outputs))].started.wait(float(rng.random()) * 0.02)
     uncancelled = [
-        (request, output)
-        for request, output, handle in zip(requests, outputs, handles, strict=True)
-        if not handle.sequence.is_cancelled
+        (request, output) for request, output, handle in zip(requests, outputs, handles, strict=True) if not handle.is_cancelled
     ]
     for request, output in uncancelled:
         assert_same(plain, request, output)

@@ -23,9 +23,9 @@ from starlette.requests import Request
 
 from specdec import Sampling, SpeculativeDecoder
 from specdec.draft.draft_length import CostModel
-from specdec.engine import fair_share
-from specdec.engine import scheduler as scheduler_module
+from specdec.engine import fair_share, model_runner
 from specdec.engine.metrics import Metrics, format_prometheus
+from specdec.engine.model_runner import Batch, ModelRunner
 from specdec.engine.request import GenerationRequest
 from specdec.engine.sequence import Client
 from specdec.loaders import optional_dependencies
@@ -374,7 +374,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         return forward(model, batch)
 
     monkeypatch.setattr(Model, "forward", timed_forward)
-    for module in (scheduler_module, engine_thread):
+    for module in (model_runner, engine_thread):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(CostModel, "pass_cost", lambda self, n: 0.001 * n)
     return clock
@@ -383,9 +383,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> list[tuple[Counter[str], dict[str, int]]]:
     """Record the clients of each pass: their decoding sequences and prefilled tokens."""
-    recorded, run = list[tuple[Counter[str], dict[str, int]]](), scheduler_module.Scheduler.run
+    recorded, run = list[tuple[Counter[str], dict[str, int]]](), ModelRunner.run
 
-    def record_run(self: Any, batch: scheduler_module.Batch) -> Any:
+    def record_run(self: Any, batch: Batch) -> Any:
         n_prefilled = Counter[str]()
         for sequence, n in batch.chunks:
             n_prefilled[sequence.client.name] += n
@@ -393,7 +393,7 @@ def passes(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> list[tuple[Counter[
             recorded.append((Counter(sequence.client.name for sequence in batch.decoding), n_prefilled))
         return run(self, batch)
 
-    monkeypatch.setattr(scheduler_module.Scheduler, "run", record_run)
+    monkeypatch.setattr(ModelRunner, "run", record_run)
     return recorded
 
 
@@ -430,10 +430,7 @@ def test_two_sequences_of_a_client_run_next_to_many_of_another(
 
 
 def test_prompts_of_one_client_do_not_slow_down_another(
-    endless: Any,
-    make_engine: Callable[..., Any],
-    passes: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    endless: Any, make_engine: Callable[..., Any], passes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They get 0.2 s (200 tokens) ahead, and then as much time as the decoding sequence."""
     monkeypatch.setattr(fair_share, "MAX_FAIRNESS_GAP_S", 0.2)
@@ -479,10 +476,7 @@ def test_a_new_client_starts_with_the_minimum_pass_time(endless: Any, make_engin
 
 
 def test_prompts_of_clients_are_interleaved(
-    endless: Any,
-    make_engine: Callable[..., Any],
-    passes: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    endless: Any, make_engine: Callable[..., Any], passes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fair_share, "MAX_FAIRNESS_GAP_S", 0.2)
     engine, outputs, other = make_engine(endless, max_running=4), [Output() for _ in range(8)], Output()
@@ -496,22 +490,18 @@ def test_prompts_of_clients_are_interleaved(
 
 
 def test_auxiliary_tasks_take_at_most_half_of_the_time(
-    endless: Any,
-    make_engine: Callable[..., Any],
-    passes: Any,
-    clock: Clock,
-    monkeypatch: pytest.MonkeyPatch,
+    endless: Any, make_engine: Callable[..., Any], passes: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A task step takes as long as ten passes, so ten passes run between two of them."""
-    run = scheduler_module.Scheduler.run
+    run = ModelRunner.run
 
-    def timed_run(self: Any, batch: scheduler_module.Batch) -> Any:
-        events = run(self, batch)
+    def timed_run(self: Any, batch: Batch) -> Any:
+        results = run(self, batch)
         if batch.chunks or batch.decoding:
             clock.now += 0.125
-        return events
+        return results
 
-    monkeypatch.setattr(scheduler_module.Scheduler, "run", timed_run)
+    monkeypatch.setattr(ModelRunner, "run", timed_run)
     pass_counts = list[int]()
 
     def run_task(target: Any) -> Any:

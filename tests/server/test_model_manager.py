@@ -55,12 +55,7 @@ def make_manager(endless):
     def make(keep_alive=None, **more):
         source, log = FakeSource(endless, **more), []
         managers.append(ModelManager(source, keep_alive, log.append))
-        return (
-            managers[-1],
-            source,
-            AuthMiddleware(Endpoints(ServerState(managers[-1])), (), {"localhost"}, log.append),
-            log,
-        )
+        return (managers[-1], source, AuthMiddleware(Endpoints(ServerState(managers[-1])), (), {"localhost"}, log.append), log)
 
     yield make
     for manager in managers:

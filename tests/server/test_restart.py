@@ -79,22 +79,8 @@ def test_each_api_key_finds_only_its_own_prefixes(tmp_path, pair: Pair) -> None:
 
 def test_the_command_line_prefills_a_prompt_once(run: Run, pair: Pair, tmp_path) -> None:
     prompt, folder = "the cat sat on a mat. " * 30, tmp_path / "kept"
-    arguments = [
-        "-m",
-        pair.endless,
-        "-z",
-        pair.tokenizer,
-        "-d",
-        "none",
-        "-t",
-        "0.7",
-        "-s",
-        "5",
-        "--max-tokens",
-        "20",
-        "-i",
-        prompt,
-    ]
+    models = ["-m", pair.endless, "-z", pair.tokenizer, "-d", "none"]
+    arguments = [*models, "-t", "0.7", "-s", "5", "--max-tokens", "20", "-i", prompt]
     expected = run(*arguments)
     for _ in range(2):
         assert run(*arguments, "--prompt-cache", folder)[:2] == expected[:2]

@@ -47,6 +47,14 @@ def submit(engine, request, on_event, client=Client()):  # noqa: B008 (immutable
     return engine.submit([request], [on_event], client)[0]
 
 
+def submit_all(engine, requests):
+    """Submit requests, and return the output of each."""
+    outputs = [Output() for _ in requests]
+    for request, output in zip(requests, outputs, strict=True):
+        submit(engine, request, output)
+    return outputs
+
+
 @pytest.fixture
 def make_engine():
     """Make engine threads, and close them at the end."""
@@ -79,6 +87,11 @@ def assert_same(decoder, request, output):
     assert isinstance(output.events[0], Prompt) and output.events[0].tokens == request.prompt
     tokens = [token for step in output.steps for token in step.tokens]
     assert (output.text, tokens, output.steps[-1].stop_reason) == generate_with_library(decoder, request)
+
+
+def assert_all_same(decoder, requests, outputs):
+    for request, output in zip(requests, outputs, strict=True):
+        assert_same(decoder, request, output)
 
 
 @pytest.fixture(scope="module")

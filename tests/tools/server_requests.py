@@ -1,7 +1,6 @@
 """Requests to the server, and a scheduler that outputs given tokens."""
 
 from specdec import Prompt, Step
-from specdec.engine.request import validate_request
 from tests.fakes.server import FakeScheduler
 
 MESSAGES, RESPONSES, COUNT = "/v1/messages", "/v1/responses", "/v1/messages/count_tokens"
@@ -16,7 +15,7 @@ class TokenScheduler(FakeScheduler):
 
     def submit(self, requests, callbacks, client):
         for request, on_event in zip(requests, callbacks, strict=True):
-            detokenizer = validate_request(request, self.decoder.bundle).make_detokenizer(self.decoder.tokenizer)
+            detokenizer = request.make_detokenizer(self.decoder.tokenizer)
             steps = [Step(tokens, [], 0, 0.0, 0.0) for tokens in self.pieces]
             on_event(detokenizer.add_prompt_text(Prompt([1], 0.0)))
             for event in (*steps, Step([], [], 0, 0.0, 0.0, "eos")):

@@ -1,8 +1,10 @@
 """Gemma's tool calls, `<|tool_call>call:name{key:<|"|>value<|"|>}<tool_call|>`, and those of FunctionGemma with other marks."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from typing import Any
 
-from specdec.argument_checks import JSONDict, JSONObject
+from specdec.argument_checks import JSONObject
+from specdec.server.json_values import parse_json
 from specdec.server.tool_parsers.grammar import (
     ANY_TEXT,
     OBJECT_KEYS,
@@ -14,7 +16,7 @@ from specdec.server.tool_parsers.grammar import (
     quote,
     resolve_ref,
 )
-from specdec.server.tool_parsers.literals import GEMMA_QUOTES, LiteralCallParser, LiteralReader
+from specdec.server.tool_parsers.literals import GEMMA_QUOTES, LiteralCallParser, translate_to_json
 from specdec.text.structured_output import serialize_schema
 
 UNQUOTED_TEXT = "/[^<]+/"  # if the quotes are not special tokens
@@ -28,13 +30,10 @@ class GemmaParser(LiteralCallParser):
     open_mark, close_mark = "<|tool_call>", "<tool_call|>"
     extra_marks = GEMMA_QUOTES[:1]
 
-    def iter_calls(self, text: str) -> Iterator[tuple[str, JSONDict]]:
-        """Yield the name and arguments of the only call of a text; raises ValueError if it is something else."""
-        reader = LiteralReader(text.removeprefix("call:"))
-        name = reader.read_name()
-        reader.expect("{")
-        yield name, reader.read_items("}", ":")
-        reader.expect_end()
+    def parse_calls(self, text: str) -> list[tuple[Any, Any]]:
+        """Return the name and arguments of the only call of a text; raises ValueError if it is something else."""
+        name, brace, rest = text.removeprefix("call:").partition("{")
+        return [(name.strip(), parse_json(translate_to_json(brace + rest)))]
 
     @classmethod
     def write_call(cls, grammar: GrammarBuilder, name: str, schema: JSONObject) -> str:

@@ -1,10 +1,11 @@
 """LFM2's tool calls in Python's syntax: `<|tool_call_start|>[name(key="value"), ...]<|tool_call_end|>`."""
 
-from collections.abc import Iterator
+from typing import Any
 
-from specdec.argument_checks import JSONDict, JSONObject
+from specdec.argument_checks import JSONObject
+from specdec.server.json_values import parse_json
 from specdec.server.tool_parsers.grammar import OBJECT_KEYS, GrammarBuilder, check_names, get_properties, quote
-from specdec.server.tool_parsers.literals import LiteralCallParser, LiteralReader
+from specdec.server.tool_parsers.literals import LiteralCallParser, translate_to_json
 
 
 class LFM2Parser(LiteralCallParser):
@@ -14,15 +15,9 @@ class LFM2Parser(LiteralCallParser):
     open_mark, close_mark = "<|tool_call_start|>", "<|tool_call_end|>"
     layout = "list"
 
-    def iter_calls(self, text: str) -> Iterator[tuple[str, JSONDict]]:
-        """Yield the name and arguments of each call of a text; raises ValueError if it is something else."""
-        reader = LiteralReader(text)
-        reader.expect("[")
-        for _ in reader.iter_until("]"):
-            name = reader.read_name()
-            reader.expect("(")
-            yield name, reader.read_items(")", "=")
-        reader.expect_end()
+    def parse_calls(self, text: str) -> Any:
+        """Return the name and arguments of each call of a text; raises ValueError if it is something else."""
+        return parse_json(translate_to_json(text))
 
     @classmethod
     def write_call(cls, grammar: GrammarBuilder, name: str, schema: JSONObject) -> str:

@@ -1,116 +1,44 @@
-"""A reader of values in Python's or Gemma's syntax, and the base of the formats with such values. Knows no requests."""
+"""Translation of values in Python's or Gemma's syntax to JSON, and the base of the formats with such values."""
 
 import ast
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable
+from typing import Any
 
-from specdec.argument_checks import JSONDict
-from specdec.server.json_values import parse_json
 from specdec.server.tool_parsers.base import Delta, Reader, ToolParser
 from specdec.text.reasoning import SPECIAL_TOKEN_MARK
 
 GEMMA_QUOTES = ('<|"|>', "<escape>")  # of Gemma and FunctionGemma; opening and closing quotes are the same
 CONSTANTS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
-MAX_VALUE_DEPTH = 64  # levels of nesting
-# 1 quoted string, 2 Gemma string, 3 number, 4 name, 5 any other character
+# 1 string, 2 Gemma string, a number, 3 name and 4 what follows it, or a character that JSON writes in another way
 LEXEME_PATTERN = re.compile(
-    r"""\s*(?:("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|(<\|"\|>.*?<\|"\|>|<escape>.*?<escape>)"""
-    r"""|(-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?(?![\w.-]))|([A-Za-z_][\w.-]*)|(.))\s*""",
+    r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|(<\|"\|>.*?<\|"\|>|<escape>.*?<escape>)"""
+    r"""|-?\d[\w.+-]*|([A-Za-z_][\w.-]*)(\s*[:=(])?|[=)]""",
     re.DOTALL | re.ASCII,
 )
 
 
-class LiteralReader:
-    """A reader of values in Python's or Gemma's syntax. Its methods raise ValueError for invalid input.
+def translate_to_json(text: str) -> str:
+    """Return a value in Python's or Gemma's syntax as JSON, in which a call `name(key=value)` is `["name", {"key": value}]`.
 
-    Args:
-        text: The text to read.
+    Other texts become something that is not JSON.
 
-    Attributes:
-        lexeme: The next lexeme; None at the end.
+    Raises:
+        ValueError: The text has an unquoted name that is neither a key, a constant nor that of a call.
     """
+    return LEXEME_PATTERN.sub(_translate_lexeme, text)
 
-    def __init__(self, text: str) -> None:
-        """Start at the first lexeme of the text."""
-        self._lexemes = LEXEME_PATTERN.finditer(text)
-        self._advance()
 
-    def _advance(self) -> None:
-        self.lexeme = next(self._lexemes, None)
-
-    def accept(self, char: str) -> bool:
-        """Skip the given character if it is next, and return whether it was."""
-        is_next = self.lexeme is not None and self.lexeme[5] == char
-        if is_next:
-            self._advance()
-        return is_next
-
-    def expect(self, char: str) -> None:
-        """Skip the given character; raises ValueError if another one is next."""
-        if not self.accept(char):
-            raise ValueError(f"expected {char}")
-
-    def expect_end(self) -> None:
-        """Raise ValueError if anything is left."""
-        if self.lexeme:
-            raise ValueError("expected the end")
-
-    def iter_until(self, close_char: str) -> Iterator[None]:
-        """Yield before each item of a list separated by commas, until the closing character; the caller reads the items.
-
-        The commas and the closing character are skipped.
-        """
-        if self.accept(close_char):
-            return
-        yield
-        while not self.accept(close_char):
-            self.expect(",")
-            yield
-
-    def read_name(self) -> str:
-        """Read an unquoted name and return it; raises ValueError if something else is next."""
-        if not self.lexeme or not (name := self.lexeme[4]):
-            raise ValueError("expected a name")
-        self._advance()
-        return name
-
-    def read_items(self, close_char: str, separator: str, depth: int = 0) -> JSONDict:
-        """Read names with values up to the closing character, and return them as a dict. Names may be quoted.
-
-        Args:
-            close_char: The character after the last item.
-            separator: The character between a name and its value.
-            depth: Levels of nesting so far.
-        """
-        items = JSONDict()
-        for _ in self.iter_until(close_char):
-            key = self.read_value() if self.lexeme and (self.lexeme[1] or self.lexeme[2]) else self.read_name()
-            self.expect(separator)
-            items[str(key)] = self.read_value(depth)
-        return items
-
-    def read_value(self, depth: int = 0) -> object:
-        """Read a string, number, constant, list or object, and return its value.
-
-        Raises:
-            ValueError: Something else is next, or the value is nested too deeply.
-        """
-        lexeme = self.lexeme
-        if lexeme is None or depth > MAX_VALUE_DEPTH:
-            raise ValueError("expected a value")
-        self._advance()
-        if lexeme[1] or lexeme[2]:
-            return _parse_string(lexeme[1] or lexeme[2])
-        if lexeme[3]:
-            return parse_json(lexeme[3])
-        if lexeme[4] in CONSTANTS:
-            return CONSTANTS[lexeme[4]]
-        if lexeme[5] == "[":
-            return [self.read_value(depth + 1) for _ in self.iter_until("]")]
-        if lexeme[5] == "{":
-            return self.read_items("}", ":", depth + 1)
-        raise ValueError("expected a value")
+def _translate_lexeme(lexeme: re.Match[str]) -> str:
+    string, gemma_string, name, separator = lexeme.groups()
+    if string or gemma_string:
+        return json.dumps(_parse_string(string or gemma_string))
+    if separator:
+        return f'["{name}", {{' if separator.endswith("(") else f'"{name}":'
+    if name and name not in CONSTANTS:
+        raise ValueError(f"unknown constant {name}")
+    return json.dumps(CONSTANTS[name]) if name else {"=": ":", ")": "}]"}.get(lexeme[0], lexeme[0])
 
 
 def _parse_string(quoted: str) -> str:
@@ -132,8 +60,8 @@ class LiteralCallParser(ToolParser):
 
     has_special_marks = True
 
-    def iter_calls(self, text: str) -> Iterator[tuple[str, JSONDict]]:
-        """Yield the name and arguments of each call of the text between the marks; raises ValueError for other texts."""
+    def parse_calls(self, text: str) -> Iterable[tuple[Any, Any]]:
+        """Return the name and arguments of each call of the text between the marks; raises ValueError for other texts."""
         raise NotImplementedError
 
     def read_call(self) -> Reader:
@@ -141,11 +69,21 @@ class LiteralCallParser(ToolParser):
         text = ""
         while not text.endswith(self.close_mark) and (char := (yield)):
             text += char
-        try:
-            calls = [*self.iter_calls(text.removesuffix(self.close_mark))] if text.endswith(self.close_mark) else []
-        except (ValueError, RecursionError):
-            calls = []
-        if calls and all(name in self.tools for name, _ in calls):
-            self.emit(*(Delta("tool_call", json.dumps(arguments, ensure_ascii=False), name) for name, arguments in calls))
+        calls = list[Delta]()
+        if text.endswith(self.close_mark):
+            calls = self._make_deltas(text.removesuffix(self.close_mark))
+        if calls:
+            self.emit(*calls)
         else:
             self.emit_unfinished(self.open_mark + text)
+
+    def _make_deltas(self, text: str) -> list[Delta]:
+        deltas = list[Delta]()
+        try:
+            for name, arguments in self.parse_calls(text):
+                if name not in self.tools or not isinstance(arguments, dict):
+                    return []
+                deltas.append(Delta("tool_call", json.dumps(arguments, ensure_ascii=False), name))
+        except (TypeError, ValueError):
+            return []
+        return deltas
