@@ -7,7 +7,7 @@ from collections.abc import Sequence as GenericSequence
 from contextlib import suppress
 from dataclasses import replace
 from threading import RLock
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from specdec.draft.model_bundle import DraftSpec, load_bundle
 from specdec.draft.settings import AUTO, Gamma, SpeculativeSettings, TreeMode, settings_property
@@ -213,30 +213,10 @@ class SpeculativeDecoder:
                 logits are not finite.
             TypeError: If a value has the wrong type.
         """
-        events = self._stream(prompt, max_tokens, sampling, stop, constraint, **overrides)
+        events = self.read_and_stream(
+            prompt, max_tokens, sampling, stop=stop, constraint=constraint, include_draft_text=False, **overrides
+        )
         return (event for event in events if not isinstance(event, PrefillProgress))
-
-    def _stream(
-        self,
-        prompt: PromptInput,
-        max_tokens: int,
-        sampling: Sampling,
-        stop: Stop = (),
-        constraint: Constraint | None = None,
-        include_draft_text: bool = False,
-        reasoning_marks: "ReasoningMarks | None" = None,
-        **overrides: "Unpack[SamplingOverrides]",
-    ) -> Iterator[Event | PrefillProgress]:
-        """Check a request, warm up, and return the iterator over the events of its sequence in a scheduler of its own."""
-        sampling = override_sampling(sampling, **overrides)
-        request = GenerationRequest(
-            self.encode(prompt), max_tokens, sampling, stop, constraint=constraint,
-            visible_tokens=reasoning_marks.visible_tokens if reasoning_marks else NO_TOKENS,
-            include_draft_text=include_draft_text, reasoning_marks=reasoning_marks,
-        )  # fmt: skip
-        request = validate_request(request, self.bundle)
-        self.warm_up()
-        return self.make_scheduler(self._prefix_cache).stream(Sequence(request, self.tokenizer))
 
     def make_scheduler(self, prefix_cache: PrefixCache, max_running: int = 1, metrics: Metrics | None = None) -> Scheduler:
         """Return a new `Scheduler` with the current settings; the decoder must be warmed up. See there for the arguments."""
@@ -366,17 +346,13 @@ class SpeculativeDecoder:
             ValueError: If the target is not a reranker, or a document exceeds the context length or is not valid.
             TypeError: If a value has the wrong type.
         """
-        from specdec.engine.reranker import Reranker
+        from specdec.engine.reranker import Reranker, run_to_end
 
         reranker = Reranker(self.bundle)
         steps = reranker.score(reranker.encode(query, documents, instruction, self.n_positions))
         self.warm_up()
         with self._lock:
-            while True:
-                try:
-                    next(steps)
-                except StopIteration as end:
-                    return cast(list[float], end.value)
+            return run_to_end(steps)
 
     def find_reasoning_marks(self, prompt: list[int]) -> "ReasoningMarks | None":
         """Return the marks around a thought that the output after a prompt may begin with; None for a model that does not think.
@@ -398,7 +374,11 @@ class SpeculativeDecoder:
         max_tokens: int,
         sampling: Sampling = DEFAULT_SAMPLING,
         reasoning_marks: "ReasoningMarks | None" = None,
-        **kwargs: "Unpack[GenerationKwargs]",
+        *,
+        stop: Stop = (),
+        constraint: Constraint | None = None,
+        include_draft_text: bool = True,
+        **overrides: "Unpack[SamplingOverrides]",
     ) -> Iterator[Event | PrefillProgress]:
         """Generate a completion as `stream` does, and yield also the progress of each prefill and the text of draft tokens.
 
@@ -406,14 +386,21 @@ class SpeculativeDecoder:
         is prefilled again, because it has become too long for its RoPE factors, reports that progress too. The other arguments
         and the errors are those of `stream`.
         """
-        return self._stream(prompt, max_tokens, sampling, include_draft_text=True, reasoning_marks=reasoning_marks, **kwargs)
+        request = GenerationRequest(
+            self.encode(prompt), max_tokens, override_sampling(sampling, **overrides), stop, constraint=constraint,
+            visible_tokens=reasoning_marks.visible_tokens if reasoning_marks else NO_TOKENS,
+            include_draft_text=include_draft_text, reasoning_marks=reasoning_marks,
+        )  # fmt: skip
+        request = validate_request(request, self.bundle)
+        self.warm_up()
+        return self.make_scheduler(self._prefix_cache).stream(Sequence(request, self.tokenizer))
 
     def read(self, tokens: list[int]) -> Iterator[float]:
         """Prefill the KV caches of all models with a prompt's tokens; yield the fraction of the work that is done, from 0 to 1.
 
         Nothing is yielded if the KV caches hold the prompt already.
         """
-        events = self._stream(tokens, 0, DEFAULT_SAMPLING)
+        events = self.read_and_stream(tokens, 0, include_draft_text=False)
         return (event.fraction for event in events if isinstance(event, PrefillProgress))
 
     def warm_up(self) -> None:

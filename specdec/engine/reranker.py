@@ -6,6 +6,7 @@ A prompt is that of Qwen3-Reranker (arXiv:2506.05176), or of the model's own rer
 import math
 import re
 from collections.abc import Generator, Sequence
+from typing import TypeVar, cast
 
 from specdec.argument_checks import check_string, is_list, shorten
 from specdec.draft.model_bundle import ModelBundle
@@ -16,7 +17,17 @@ from specdec.runtime.simd import Float32
 from specdec.text.chat_template import ChatTokenizer, PromptTooLongError
 from specdec.tokenizer import RenderedSegment
 
+Result = TypeVar("Result")
 FIELD_PATTERN = re.compile(r"(\{(?:instruction|query|document)\})")
+
+
+def run_to_end(steps: Generator[None, None, Result]) -> Result:
+    """Run all steps of a generator that yields after each, and return its result."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return cast(Result, end.value)
 
 
 class Reranker:

@@ -189,7 +189,7 @@ def _parse_output_config(name: str, value: object) -> JSONDict:
         chat["reasoning_effort"] = effort
     if response_format := fields.take_object("format"):
         check_choice(f"type of format of {name}", response_format.get("type"), ["json_schema"])
-        chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": response_format.get("schema")}}
+        chat["response_format"] = response_format
     fields.reject_remaining()
     return chat
 

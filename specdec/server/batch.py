@@ -9,13 +9,14 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from specdec.argument_checks import JSONDict, JSONObject, check_string, shorten
 from specdec.engine.prefix_cache import PrefixCache
+from specdec.engine.reranker import run_to_end
 from specdec.engine.sequence import Sequence
 from specdec.events import Event, PrefillProgress, Step
-from specdec.server.auxiliary_tasks import AuxiliaryRequest, AuxiliaryTask
+from specdec.server.auxiliary_tasks import AuxiliaryRequest
 from specdec.server.embeddings import parse_embedding_request
 from specdec.server.field_validation import APIError, check_object, parse_body, wrap_errors
 from specdec.server.generation_fields import ServedModel, wrap_encoding_errors
@@ -225,7 +226,7 @@ class BatchRunner:
                 raise request.error
             if parse := AUXILIARY_PARSERS.get(request.url):
                 parsed = parse(request.body, self._model)
-                results = [_run_task(task(self._model.decoder.target)) for task in parsed.tasks]
+                results = [run_to_end(task(self._model.decoder.target)) for task in parsed.tasks]
                 return format_result(request, json.loads(parsed.format_response(results, self._model.name)))
             self._add_sequences(request)
         except Exception as error:
@@ -294,15 +295,6 @@ class BatchRunner:
         for sequence in job.sequences:
             self._scheduler.cancel(sequence)
             self._jobs.pop(sequence, None)
-
-
-def _run_task(task: AuxiliaryTask) -> Any:
-    """Run all steps of an auxiliary task and return its result."""
-    while True:
-        try:
-            next(task)
-        except StopIteration as end:
-            return end.value
 
 
 def format_result(request: BatchLine, body: JSONObject, status: int = 200, error: object = None) -> bytes:

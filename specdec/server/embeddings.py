@@ -4,16 +4,16 @@ import base64
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import numpy as np
 
-from specdec.argument_checks import JSONObject, check_string
+from specdec.argument_checks import JSONObject
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.model.model import Model
 from specdec.runtime.simd import Float32
 from specdec.server.auxiliary_tasks import AuxiliaryTask
-from specdec.server.field_validation import TOO_LONG, APIError, Fields, check_list
+from specdec.server.field_validation import TOO_LONG, APIError, Fields, parse_texts
 from specdec.server.generation_fields import ServedModel, wrap_encoding_errors
 from specdec.server.json_values import encode_json
 
@@ -64,7 +64,7 @@ def parse_embedding_request(body: JSONObject, model: ServedModel) -> EmbeddingRe
     fields = Fields(body)
     fields.take_string("model")
     decoder = model.decoder
-    inputs = fields.take_required("input", _parse_inputs, "a string, token ids, or a list of them")
+    inputs = fields.take_required("input", partial(parse_texts, maximum=MAX_INPUTS), "a string, token ids, or a list of them")
     encoding = fields.take_choice("encoding_format", ["float", "base64"], "float")
     dimensions = fields.take_int("dimensions", None, 1, decoder.target.config.dim)
     fields.reject_remaining("embeddings field")
@@ -77,16 +77,6 @@ def parse_embedding_request(body: JSONObject, model: ServedModel) -> EmbeddingRe
         raise APIError(f"input has {n_max} tokens; the context holds {decoder.n_positions}", "input", TOO_LONG)
     pooling = decoder.bundle.checkpoint.pooling if decoder.bundle.checkpoint else ""
     return EmbeddingRequest(tokenized, cast(Pooling, pooling or "mean"), dimensions, encoding == "base64")
-
-
-def _parse_inputs(name: str, value: Any) -> list[str | list[int]]:
-    if isinstance(value, str) or (isinstance(value, list) and value and all(type(each) is int for each in value)):
-        value = [value]
-    if len(check_list(name, value)) > MAX_INPUTS:
-        raise ValueError(f"{name} has {len(value)} items; at most {MAX_INPUTS} are allowed")
-    if any(each == [] for each in value):
-        raise ValueError(f"{name} has an item without tokens; expected one or more")
-    return [each if isinstance(each, list) else check_string(f"{name}[{i}]", each) for i, each in enumerate(value)]
 
 
 def compute_embedding(tokens: list[int], pooling: Pooling, dimensions: int | None, target: Model) -> AuxiliaryTask:

@@ -356,6 +356,19 @@ def iter_objects(name: str, values: object) -> Iterator[tuple[str, JSONDict]]:
         yield f"{name}[{i}]", check_object(f"{name}[{i}]", value)
 
 
+def parse_texts(name: str, value: Any, maximum: int) -> list[str | list[int]]:
+    """Return the texts of a field that is a string, token ids, or a list of either: each as a string or token ids."""
+    if isinstance(value, str):
+        return [check_string(name, value)]
+    if all(type(each) is int for each in check_list(name, value)):
+        return [value]
+    if len(value) > maximum:
+        raise ValueError(f"{name} has {len(value)} items; at most {maximum} are allowed")
+    if [] in value:
+        raise ValueError(f"{name} has an item without tokens; expected one or more")
+    return [each if isinstance(each, list) else check_string(f"{name}[{i}]", each) for i, each in enumerate(value)]
+
+
 def join_text_parts(
     name: str, value: object, part_types: Collection[str] = ("text",), separator: str = "", kind: str = ""
 ) -> str:

@@ -24,6 +24,7 @@ from specdec.server.field_validation import (
     join_text_parts,
     log_once,
     parse_body,
+    parse_texts,
 )
 from specdec.server.generation_fields import MAX_CHOICES, GenerationFields, ResponseOptions, ServedModel, wrap_encoding_errors
 from specdec.server.infill import encode_prompt, end_infills
@@ -188,7 +189,7 @@ def parse_completion_request(body: JSONObject, model: ServedModel) -> ParsedRequ
     """
     fields = Fields(body)
     fields.take_string("model")
-    prompts = fields.take("prompt", _parse_prompts, list[str | list[int]]([""]))
+    prompts = fields.take("prompt", partial(parse_texts, maximum=MAX_CHOICES), list[str | list[int]]([""]))
     n_top_logprobs = fields.take_int("logprobs", None, 0, MAX_TOP_LOGPROBS)
     response_schema = fields.take("response_format", _parse_response_format, None)
     with wrap_encoding_errors(model, "response_format"):
@@ -260,17 +261,6 @@ def _check_word(name: str, value: object) -> str:
     if not isinstance(value, str) or not OPTION_PATTERN.fullmatch(value):
         raise ValueError(f"{name} is {shorten(value, repr)}; expected a word of letters, digits, _ and -")
     return value
-
-
-def _parse_prompts(name: str, value: Any) -> list[str | list[int]]:
-    """Return the prompts of a field that is a string, token ids, or a list of either: each as a string or token ids."""
-    if isinstance(value, str):
-        return [check_string(name, value)]
-    if all(type(each) is int for each in check_list(name, value)):
-        return [value]
-    if len(value) > MAX_CHOICES:
-        raise ValueError(f"{name} has {len(value)} items; at most {MAX_CHOICES} are allowed")
-    return [each if isinstance(each, list) else check_string(name, each) for each in value]
 
 
 def _parse_tool_choice(name: str, value: Any, tools: list[JSONDict]) -> tuple[str, list[JSONDict]]:
@@ -392,7 +382,7 @@ def _parse_response_format(name: str, value: Any) -> JSONObject | None:
     if format_type == "json_object":
         schema = value.get("schema") or ANY_OBJECT_SCHEMA
     else:
-        is_direct = "json_schema" not in value and "schema" in value  # as llama.cpp takes it
+        is_direct = "json_schema" not in value and "schema" in value  # as the other interfaces and llama.cpp take it
         schema = (value if is_direct else check_object(f"json_schema of {name}", value.get("json_schema"))).get("schema")
     serialize_schema(check_object(f"schema of {name}", schema))
     return schema

@@ -147,8 +147,6 @@ def _parse_text_format(name: str, value: object) -> JSONDict:
     fields.take_string("verbosity")
     response_format = fields.take_object("format")
     fields.reject_remaining()
-    if response_format.get("type") == "json_schema":
-        return {"response_format": {"type": "json_schema", "json_schema": {"schema": response_format.get("schema")}}}
     return {"response_format": response_format} if response_format else {}
 
 

@@ -10,7 +10,6 @@ import pytest
 from specdec.text.reasoning import SPECIAL_TOKEN_MARK
 from tests.fakes.asgi import Response, send_request
 from tests.fakes.server import CHAT, COMPLETIONS
-from tests.tools.server_requests import COUNT, MESSAGES, RESPONSES
 from tests.tools.thoughts import SOURCES, TOOLS, thinker  # noqa: F401  (a fixture)
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 3}}, "required": ["city"]}
@@ -37,7 +36,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
     "/infill": [{"input_prefix": "def f(n):", "input_suffix": "end", "prompt": "  return", "n_predict": 9, "n_indent": 2,
                  "input_extra": [{"filename": "a.py", "text": "x = 1"}, {"text": "y"}], "t_max_predict_ms": 500, "top_k": 40,
                  "samplers": ["top_k", "infill"], "cache_prompt": True, "response_fields": ["content", "timings/prompt_n"]}],
-    MESSAGES: [
+    "/v1/messages": [
         {"system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}], "stop_sequences": ["z"],
          "thinking": {"type": "enabled", "budget_tokens": 3}, "metadata": {"user_id": "u"}, "temperature": 1,
          "tools": [{"name": "weather", "description": "d", "input_schema": SCHEMA},
@@ -55,7 +54,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         {"messages": [{"role": "user", "content": "Why?"}], "output_config": {"effort": "high", "format": {
             "type": "json_schema", "schema": SCHEMA}}, "thinking": {"type": "adaptive"}, "top_k": -1},
     ],
-    RESPONSES: [
+    "/v1/responses": [
         {"instructions": "Be brief.", "tools": [{"type": "function", **FUNCTION, "strict": False}, {"type": "mcp"}],
          "tool_choice": "auto", "parallel_tool_calls": True, "reasoning": {"effort": "low", "summary": "auto"}, "store": False,
          "include": ["reasoning.encrypted_content"], "prompt_cache_key": "k", "text": {"verbosity": "low"},
@@ -77,11 +76,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         {"prompt": "Why?", "system": "Be brief.", "options": OLLAMA_OPTIONS, "think": "high", "format": "json", "keep_alive": -1},
         {"prompt": "Why?", "raw": True, "options": {}, "images": [], "template": "", "context": []},
     ],
-    "/v1/embeddings": [{"input": ["Why?", [1, 2]], "dimensions": 3, "encoding_format": "base64", "user": "u"}],
-    "/api/embed": [{"model": "talker", "input": ["Why?"], "truncate": True, "dimensions": 3, "keep_alive": 5, "options": {}}],
 }  # fmt: skip
-BODIES[COUNT] = BODIES[MESSAGES]
-EMBEDDINGS = ("/v1/embeddings", "/api/embed")
 EDGES = [
     None, True, False, 0, 1, -1, 2, 3, 0.5, -0.5, 1e300, 2**31, 2**63, 2**70, "", "a", "none", "auto", "<think>", "</think>",
     "\u00e9\U0001f600", "x" * 3000, "{", "null", [], {}, [[]], [None], {"": None}, [1, "a"], "<|im_start|>", SPECIAL_TOKEN_MARK,
@@ -159,16 +154,15 @@ def test_changed_requests_get_an_answer_or_an_error_in_one_line(thinker: Any, pa
         body = json.loads(json.dumps(rng.choice(BODIES[path])))
         other = rng.choice(all_bodies)
         others = [other[rng.choice([*other])] for _ in range(3)]
-        if path not in EMBEDDINGS:
-            body["stream"] = rng.random() < 0.5
+        body["stream"] = rng.random() < 0.5
         for _ in range(rng.choice([0, 1, 1, 1, 2, 3])):
             if list_places(body):
                 mutate(rng, body, json.loads(json.dumps(others)))
-        limit = {RESPONSES: "max_output_tokens", "/infill": "n_predict"}.get(path, "max_tokens")
+        limit = {"/v1/responses": "max_output_tokens", "/infill": "n_predict"}.get(path, "max_tokens")
         if path.startswith("/api/"):
             options = body.get("options", {})
             body["options"] = {**options, "num_predict": rng.choice([1, 2, 5, 9])} if isinstance(options, dict) else options
-        elif path not in EMBEDDINGS and (type(body.get(limit)) is not int or rng.random() < 0.9):
+        elif type(body.get(limit)) is not int or rng.random() < 0.9:
             body[limit] = rng.choice([1, 2, 5, 9])
         response = send_request(app, path, body)
         statuses.add(response.status)
