@@ -146,9 +146,9 @@ def parse_rope(metadata: GGUFMetadata, rotary_dim: int, head_dim: int) -> RopeCo
     type_key, old_factor_key, new_factor_key = "rope.scaling.type", "rope.scale_linear", "rope.scaling.factor"
     metadata.require(type_key, "linear", "yarn", "none", None)
     factor_key = new_factor_key if new_factor_key in metadata else old_factor_key
-    factor = (
-        metadata.get_float(factor_key, 0, 1e6, 0.0) if metadata[type_key] != "none" else 0.0
-    ) or 1.0  # 0 also means no scaling
+    factor = 1.0
+    if metadata[type_key] != "none":
+        factor = metadata.get_float(factor_key, 0, 1e6, 0.0) or 1.0  # 0 also means no scaling
     freq_factors: tuple[float, ...] = ()
     if ROPE_FREQS in metadata.tensors:  # Llama 3.1
         freq_factors = tuple(float(x) for x in metadata.tensors.get_tensor(ROPE_FREQS, (rotary_dim // 2,))[:])
@@ -168,14 +168,11 @@ def parse_rope(metadata: GGUFMetadata, rotary_dim: int, head_dim: int) -> RopeCo
     log_multiplier = metadata.get_float("rope.scaling.yarn_log_multiplier", 0, 1e6, 0.0)
     if factor < 1:
         raise metadata.make_error(factor_key, "a number of 1 or more")
-    attention_factor = get_yarn_attention_factor(factor) / (
-        get_yarn_attention_factor(factor, log_multiplier) if log_multiplier else 1.0
-    )
-    if (
-        YARN_SCALE_KEY in metadata
-        and metadata[YARN_SCALE_KEY] != 1
-        and abs(metadata.get_float(YARN_SCALE_KEY, 0, 1e6) - attention_factor) > YARN_SCALE_TOLERANCE
-    ):
+    attention_factor = get_yarn_attention_factor(factor)
+    if log_multiplier:
+        attention_factor /= get_yarn_attention_factor(factor, log_multiplier)
+    given = metadata.get_float(YARN_SCALE_KEY, 0, 1e6, 1.0)
+    if given != 1 and abs(given - attention_factor) > YARN_SCALE_TOLERANCE:
         raise metadata.make_error(YARN_SCALE_KEY, f"{attention_factor:.4g}, which follows from the factor, or 1")
     return replace(rope, scaling=YarnRopeScaling(factor, span, **betas), attention_factor=float(np.float32(attention_factor)))
 

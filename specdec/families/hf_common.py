@@ -350,7 +350,7 @@ def get_original_positions(values: ConfigValues, rope_values: ConfigValues) -> i
 
 
 def _parse_yarn(rope: RopeConfig, values: ConfigValues, rope_values: ConfigValues) -> RopeConfig:
-    original, scale = get_original_positions(values, rope_values), 1.0
+    original = get_original_positions(values, rope_values)
     factor = rope_values.get_float("factor", 1, 1e6, values.get_int("max_position_embeddings") / original)
     if factor < 1:
         raise rope_values.make_error("factor", "a number of 1 or more")
@@ -365,12 +365,10 @@ def _parse_yarn(rope: RopeConfig, values: ConfigValues, rope_values: ConfigValue
     if rope_values["attention_factor"] is not None:
         scale = rope_values.get_scale("attention_factor")
     else:
-        mscales = [rope_values.get_float(key, 0, 1e6, 0.0) for key in ("mscale", "mscale_all_dim")]
-        scale = (
-            get_yarn_attention_factor(factor, mscales[0]) / get_yarn_attention_factor(factor, mscales[1])
-            if all(mscales)
-            else get_yarn_attention_factor(factor)
-        )
+        mscale, mscale_all_dim = (rope_values.get_float(key, 0, 1e6, 0.0) for key in ("mscale", "mscale_all_dim"))
+        scale = get_yarn_attention_factor(factor, mscale if mscale and mscale_all_dim else 1.0)
+        if mscale and mscale_all_dim:
+            scale /= get_yarn_attention_factor(factor, mscale_all_dim)
     return replace(rope, scaling=scaling, attention_factor=float(np.float32(scale)))
 
 
