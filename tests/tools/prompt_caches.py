@@ -17,7 +17,7 @@ from tests.tools.hf_folders import FIXTURES
 @functools.cache
 def load_weights(name, kind=None):
     checkpoint = load_checkpoint(FIXTURES / name)
-    n = checkpoint.config.seq_len if get_architecture(checkpoint.config).has_learned_positions else 2000
+    n = checkpoint.config.seq_len if checkpoint.config.learned_positions else 2000
     config = replace(checkpoint.config, seq_len=n)
     return config, get_architecture(config).pack(config, checkpoint.tensors, kind)
 
