@@ -12,6 +12,7 @@ from specdec.cli.output_errors import exit_with_error, print_version
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 _REQUIRED_PACKAGES = ("numba", "numpy", "rich", "typer")
+_MAX_THREADS = 1024  # numba starts NUMBA_NUM_THREADS threads at once; with 10,000 the machine stands still
 
 
 def main() -> None:
@@ -28,6 +29,9 @@ def main() -> None:
     from specdec.ui.signals import signals
 
     signals.install()
+    n_threads = os.environ.get("NUMBA_NUM_THREADS", "")
+    if n_threads.isdecimal() and int(n_threads) > _MAX_THREADS:
+        exit_with_error(f"the environment variable NUMBA_NUM_THREADS is {n_threads}; set at most {_MAX_THREADS}, or unset it")
     warnings.filterwarnings("error", "Environment variable 'NUMBA_", RuntimeWarning)
     warnings.filterwarnings("ignore", "Could not obtain multiprocessing lock")  # no /dev/shm; we never fork
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads are unused, and each takes 30 MB
