@@ -9,7 +9,7 @@ from rich.table import Table
 from specdec.argument_checks import check_choice
 from specdec.cli.common_options import AS_JSON, KV, MODEL, Request
 from specdec.cli.option_fields import option
-from specdec.cli.output_errors import guard_output, print_message
+from specdec.cli.output_errors import guard_output
 from specdec.cli.typer_commands import parse_list
 from specdec.loaders.model_loader import Loader, open_checkpoint
 from specdec.loaders.model_paths import resolve_path
@@ -19,7 +19,6 @@ from specdec.runtime.parallel_region import get_available_threads
 from specdec.ui.progress import LOADING, TIMING, ProgressBar, make_progress_callback, show_status
 
 MAX_BENCH_TOKENS = 1 << 20
-FILE_OPTIONS, SHAPE_OPTIONS = ("prompts", "counts", "depths", "kv"), ("shape", "int8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +69,6 @@ def run(request: BenchRequest) -> None:
 
     specdec bench -m model.gguf -p 512 -n 128
     """
-    names, reason = (SHAPE_OPTIONS, "with -m") if request.model else (FILE_OPTIONS, "without -m")
-    if note := request.note_ineffective(names, reason):
-        print_message(note)
     result, table = _time_model(request, request.model) if request.model else _time_random_model(request)
     with guard_output():
         print(result) if request.as_json else Console().print(table)

@@ -1,7 +1,7 @@
 """The options of all commands as frozen dataclasses with checked values, which Typer calls; loads no model."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -59,12 +59,6 @@ class Request:
     def given(self) -> Mapping[str, str]:
         """The option of each field that the command line sets, such as "--gamma"."""
         return get_given_options(self.context) if self.context else {}
-
-    def note_ineffective(self, names: Iterable[str], reason: str) -> str:
-        """Return a message that the given options among some fields have no effect, and why; "" if none is given."""
-        options = [self.given[name] for name in names if name in self.given]
-        verb = "has" if len(options) == 1 else "have"
-        return f"{' and '.join(options)} {verb} no effect {reason}" if options else ""
 
 
 def get_given_options(context: typer.Context) -> dict[str, str]:

@@ -19,7 +19,7 @@ from specdec.cli.common_options import (
 )
 from specdec.cli.model_loading import LoadedModels, load_models, make_constraint_factory, resolve_max_tokens
 from specdec.cli.option_fields import option
-from specdec.cli.output_errors import guard_output, print_message, print_version
+from specdec.cli.output_errors import guard_output, print_version
 from specdec.cli.prompt_sources import STDIN, read_prompt
 from specdec.draft.settings import AUTO
 from specdec.events import Event, PrefillProgress, Prompt, Statistics
@@ -94,17 +94,6 @@ class TextRequest(ConstraintOptions, PromptCacheOptions, PromptRequest):
         request = with_default_steps(replace(self, prompt=prompt, model=models[0] if models else self.model))
         return with_models(request, AUTO if self.verify == "coupled" else "")  # coupled: no draft changes the output
 
-    def describe_ineffective_options(self) -> str:
-        """Return a message that names the given options that have no effect, and why; "" for none."""
-        reasons = (
-            ("without a draft", not self.draft, ("gamma", "verify", "tree")),
-            ("with --json", self.as_json, ("pace", "plain", "stats")),
-            ("with --plain", self.plain and not self.as_json, ("pace",)),
-            ("at temperature 0", self.temperature == 0, ("top_p", "top_k", "min_p")),
-        )
-        notes = (self.note_ineffective(names, reason) for reason, is_idle, names in reasons if is_idle)
-        return "; ".join(filter(None, notes))
-
     def get_settings(self, models: LoadedModels) -> JSONDict:
         """Return the models and options, except the seed, as a dict for JSON."""
         options = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("context", "seed")}
@@ -153,11 +142,6 @@ def run(request: TextRequest) -> None:
         prompt, constraint = models.decoder.encode(str(request.prompt)), make_constraint(models.decoder)
     request = models.resolve_draft(request)
     max_tokens = resolve_max_tokens(request, models.decoder, len(prompt))
-    if message := request.describe_ineffective_options():
-        print_message(message)
-    obstacle = find_obstacle(Console())
-    if request.pace and obstacle and not (request.as_json or request.plain):
-        print_message(f"--pace has no effect: {obstacle}")
     runner = GenerationRunner(request, models, prompt, max_tokens, constraint)
     for i in range(request.samples):
         with guard_output():

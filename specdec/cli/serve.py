@@ -113,9 +113,9 @@ class ServeRequest(ServedRequest):
         if self.models and (not os.path.isdir(self.models) or os.path.exists(os.path.join(self.models, "config.json"))):
             raise ValueError(f"--models {self.models} is not a folder of models; name a single model with -m")
         model = self.word or self.model
-        names, reason = (ON_DEMAND_OPTIONS, "with -m") if model else (SINGLE_MODEL_OPTIONS, "without -m")
-        if note := self.note_ineffective(names, reason):
-            raise ValueError(note)
+        for name in ON_DEMAND_OPTIONS if model else SINGLE_MODEL_OPTIONS:
+            if name in self.given:
+                raise ValueError(f"{self.given[name]} has no effect {'with' if model else 'without'} -m")
         return with_models(replace(self, word=None, model=model), AUTO) if model else self
 
     @property

@@ -26,47 +26,36 @@ class SweepRequest(ModelRequest):
     """The options of `specdec sweep`."""
 
     prompts: str = option("", "--prompts FILE", "Generation", "File with one prompt per line. By default a dozen story openings.")
-    tokens: str = option("", "--max-tokens LIST", "Generation", "New tokens per output. By default 50,200, with --full more.")
+    tokens: str = option("50,200", "--max-tokens LIST", "Generation", "New tokens per output.")
     temperatures: str = option("0,1", "--temperatures LIST", "Sampling", "Sampling temperatures. 0: greedy.")
     top_p: float = TOP_P
     gammas: str = option("1,2,4,8,auto", "-g, --gammas LIST", "Speculation", "Draft tokens per step (γ), 1 to 63, or auto.")
-    rounds: int = option(0, "--rounds N", "Measuring", "Timed runs of each output. 0: 3; with --full 5.", min=0)
-    seeds: int = option(0, "--seeds N", "Measuring", "Sampled outputs per prompt. 0: 1; with --full 3.", min=0)
-    full: bool = option(False, "--full", "Measuring", "Measure 50,100,200,500 tokens, more rounds and seeds; takes minutes.")
+    rounds: int = option(3, "--rounds N", "Measuring", "Timed runs of each output.", min=1)
+    seeds: int = option(1, "--seeds N", "Measuring", "Sampled outputs per prompt.", min=1)
     as_json: bool = AS_JSON
-    as_csv: bool = option(False, "--csv", "Output", "Print CSV rows to stdout.")
     svg: str = option("", "--svg FILE", "Output", "Write the table and the bars to this file as SVG.")
 
     def __post_init__(self) -> None:
-        """Check the options; raise ValueError if one is not valid or two exclude each other."""
+        """Check the options; raise ValueError if one is not valid."""
         super().__post_init__()
         _ = self.lengths, self.samplings, self.draft_lengths
-        if self.as_json and self.as_csv:
-            raise ValueError("--json and --csv both go to stdout; leave one of the two out")
 
     @cached_property
     def lengths(self) -> list[int]:
         """The numbers of new tokens per output, from --max-tokens."""
-        text = self.tokens or ("50,100,200,500" if self.full else "50,200")
-        return parse_list("--max-tokens", text, int, lambda n: n > 0, "whole numbers from 1 on")
+        return parse_list("--max-tokens", self.tokens, int, lambda n: n > 0, "whole numbers from 1 on")
 
     @cached_property
     def samplings(self) -> list[Sampling]:
         """The sampling settings: each of --temperatures, with --seeds seeds at positive ones."""
         expected = "numbers from 0 (greedy) on"
         values = parse_list("--temperatures", self.temperatures, float, lambda t: 0 <= t < math.inf, expected)
-        n_seeds = self.seeds or (3 if self.full else 1)
-        return [Sampling(t, 0, self.top_p, seed) for t in values for seed in range(1, 1 + (n_seeds if t else 1))]
+        return [Sampling(t, 0, self.top_p, seed) for t in values for seed in range(1, 1 + (self.seeds if t else 1))]
 
     @cached_property
     def draft_lengths(self) -> list[Gamma]:
         """The draft lengths to compare, numbers or "auto", from --gammas."""
         return parse_list("--gammas", self.gammas, parse_gamma, lambda _: True, f"1 to {MAX_GAMMA} or {AUTO}")
-
-    @property
-    def n_rounds(self) -> int:
-        """The number of timed runs of each output, from --rounds or the default."""
-        return self.rounds or (5 if self.full else 3)
 
     def resolve(self) -> "SweepRequest":
         """Return a copy of the request with the names of its models filled in.
@@ -115,12 +104,12 @@ def run(request: SweepRequest) -> None:
     try:
         with show_status("measuring") as show:
             on_progress = make_progress_callback(show, "measuring")
-            measured = sweep.measure(settings, cases, request.n_rounds, on_progress, lambda: signals.end_signal)
+            measured = sweep.measure(settings, cases, request.rounds, on_progress, lambda: signals.end_signal)
     except sweep.OutputMismatchError as error:
         print_message(str(error))
         raise typer.Exit(1) from None
     n_threads = pair.target.n_threads
-    counts = {"prompt": len(prompts), "round": request.n_rounds, "thread": n_threads}
+    counts = {"prompt": len(prompts), "round": request.rounds, "thread": n_threads}
     counted = [f"{n} {name}{'s' * (n != 1)}" for name, n in counts.items()]
     scale = ", ".join([*counted, pair.weights, f"top-p {request.top_p:g}"])
     report = chart.SweepReport.from_runs(measured, request.labels.pair, [scale, *notes, *skipped])
@@ -128,12 +117,9 @@ def run(request: SweepRequest) -> None:
     with guard_output():
         if request.as_json:
             n_seeds = max(sampling.seed for sampling in request.samplings)
-            options = {"quantize": request.quantize, "top_p": request.top_p, "rounds": request.n_rounds, "seeds": n_seeds}
+            options = {"quantize": request.quantize, "top_p": request.top_p, "rounds": request.rounds, "seeds": n_seeds}
             details = {**request.model_names, **models.metadata, **options, "threads": n_threads, "prompts": prompts}
             print(chart.to_json(report, **details))
-        elif request.as_csv:
-            print(chart.to_csv(report), end="")
-            Console(stderr=True, soft_wrap=True).print(report.conclusion, markup=False, highlight=False)
         else:
             chart.print_report(report, Console())
     if svg_error:

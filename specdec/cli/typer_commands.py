@@ -19,20 +19,6 @@ Command: Any = next(base for base in TyperGroup.__mro__ if base.__name__ == "Com
 MIN_COMMAND_SIMILARITY = 0.75  # above it a word is a misspelled command rather than a prompt
 # ollama's commands
 FOREIGN_COMMANDS = {"run": "chat", "pull": "models pull", "rm": "models rm", "list": "models list", "ls": "models ls"}
-# Options of llama.cpp: `-ngl 3` would be read as `-n gl`, and `-hf` as `-h -f`.
-LLAMA_CPP_OPTIONS = {
-    **dict.fromkeys(("-ngl", "--gpu-layers", "--n-gpu-layers"), "leave it out, since specdec runs on the CPU"),
-    **dict.fromkeys(("-c", "--ctx-size"), "leave it out, since the context grows up to the model's own"),
-    **dict.fromkeys(("-fa", "--mlock", "--no-mmap", "--jinja"), "leave it out"),
-    **dict.fromkeys(("-md", "--model-draft", "-hfd"), "use -d NAME for the draft"),
-    **dict.fromkeys(("-hf", "-hfr", "--hf-repo"), "use -m org/name, or -m org/name:Q4_K_M"),
-    **dict.fromkeys(("-np", "--parallel"), "use --slots N"),
-    **dict.fromkeys(("-ctk", "--cache-type-k"), "use --kv f16 or q8"),
-    **dict.fromkeys(("--predict", "--n-predict"), "use --max-tokens N"),
-    "--draft-max": "use -g N for the draft length",
-    "-cnv": "use specdec chat",
-    "-sys": "use -y TEXT, in specdec chat",
-}
 TYPE_NAMES = {int: "a whole number", float: "a number"}
 
 
@@ -130,13 +116,8 @@ def _parse_words(command: Any, ctx: Any, args: list[str]) -> list[str]:
     """Return the positional words of a command line.
 
     Raises:
-        ValueError: An option is one of llama.cpp, or -d is given twice; Typer would take the last one.
+        ValueError: -d is given twice; Typer would take the last one.
     """
-    known = {name for param in command.params for name in param.opts}
-    options = args[: args.index("--")] if "--" in args else args
-    for name in (option.partition("=")[0] for option in options):
-        if name in LLAMA_CPP_OPTIONS and name not in known:
-            raise ValueError(f"{name} is an option of llama.cpp; {LLAMA_CPP_OPTIONS[name]}")
     _, words, given = command.make_parser(ctx).parse_args(args=list(args))
     if [param.name for param in given].count("draft") > 1:
         raise ValueError("-d is given twice; expected one draft; use --stage NAME for the draft of a draft")

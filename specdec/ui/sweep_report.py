@@ -1,10 +1,9 @@
-"""Reports of a sweep: a table and bars for the terminal or as SVG, JSON and CSV."""
+"""Reports of a sweep: a table and bars for the terminal or as SVG, and JSON."""
 
-import csv
 import io
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -176,7 +175,7 @@ def _group_by_setting(totals: Sequence[SettingResult]) -> Iterator[tuple[str, li
         yield setting, [f for f in totals if f.setting == setting]
 
 
-# JSON and CSV
+# JSON
 
 
 def to_json(report: SweepReport, **more: object) -> str:
@@ -191,22 +190,6 @@ def to_json(report: SweepReport, **more: object) -> str:
             "interrupted": not report.is_complete,
         }
     )
-
-
-def to_csv(report: SweepReport) -> str:
-    """Return the results of a report as CSV text with a header and a row for each setting, temperature and length.
-
-    The acceptance rates by position are one field, separated by spaces.
-    """
-    out = io.StringIO()
-    names = [field.name for field in fields(SettingResult)]
-    writer = csv.DictWriter(out, names, lineterminator="\n")
-    writer.writeheader()
-    for f in report.cells:
-        by_position = " ".join(f"{rate:.4f}" for rate in f.acceptance_by_position)
-        floats = {name: f"{value:.4f}" for name, value in asdict(f).items() if isinstance(value, float) and name != "temperature"}
-        writer.writerow(asdict(f) | floats | {"acceptance_by_position": by_position})
-    return out.getvalue()
 
 
 # SVG

@@ -119,24 +119,7 @@ def test_translated_options_exist() -> None:
     assert set(PARAMETER_OPTIONS.values()) <= options
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["-d", "none", "-g", 4], "--gamma has no effect without a draft"),
-        (["-d", "none", "--tree", "on"], "--tree has no effect without a draft"),
-        (["--json", "--pace", 3, "--stats"], "--pace and --stats have no effect with --json"),
-        (["--plain", "--pace", 3], "--pace has no effect with --plain"),
-        (["-t", 0, "-k", 3, "-p", 0.5], "--top-p and --top-k have no effect at temperature 0"),
-        (["-d", "self", "-g", 4, "--tree", "on", "--pace", 3], ""),
-    ],
-    ids=str,
-)
-def test_ineffective_options_are_known_before_loading(words: list[object], expected: str) -> None:
-    assert make_request("-m", "a.bin", "-i", "x", *words).resolve().describe_ineffective_options() == expected
-
-
 def test_sweep_parses_lists_once() -> None:
     request = make_request("sweep", "-g", "1, 1,auto", "--max-tokens", "5,20", "--temperatures", "0,0.5")
     assert (request.draft_lengths, request.lengths) == ([1, "auto"], [5, 20])
-    assert (request.n_rounds, [each.temperature for each in request.samplings]) == (3, [0, 0.5])
-    assert [make_request("sweep", "--full").lengths, make_request("sweep", "--full").n_rounds] == [[50, 100, 200, 500], 5]
+    assert (request.rounds, [each.temperature for each in request.samplings]) == (3, [0, 0.5])

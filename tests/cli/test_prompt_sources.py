@@ -107,12 +107,6 @@ def test_word_is_prompt_or_model_in_llama2c_order(ask: Run, pair: Pair) -> None:
         (["a.bin", "b.bin"], "expected one model and one prompt, got 2 words: 'a.bin b.bin'; name a draft with -d"),
         (["a.bin", "-m", "b.bin"], "two targets"),
         (["hello", "-i", "there"], "expected one prompt, got -i and 'hello'; leave one out"),
-        (["-ngl", "3"], "specdec: -ngl is an option of llama.cpp; leave it out, since specdec runs on the CPU"),
-        (["bench", "--n-gpu-layers=3"], "--n-gpu-layers is an option of llama.cpp; leave it out"),
-        (["-md", "x"], "-md is an option of llama.cpp; use -d NAME"),
-        (["chat", "-hf", "a/b"], "-hf is an option of llama.cpp; use -m org/name"),
-        (["-c", "4096"], "-c is an option of llama.cpp; leave it out, since the context grows up to the model's own"),
-        (["serve", "--ctx-size", "4096"], "--ctx-size is an option of llama.cpp; leave it out"),
         (["-n", "-1"], "--steps is '-1'; expected a whole number, 0 or more (Tokens with the prompt. 0: as many as fit"),
         (["-g", "0"], "--gamma is '0'; expected auto or 1 to 63; use -d none for no draft"),
         (["run", "a.bin"], "unknown command 'run'; did you mean 'specdec chat'? If it is the prompt, use -i 'run a.bin'"),
@@ -300,16 +294,6 @@ def test_model_names_are_found_as_typed(ask: Run, pair: Pair, tmp_path: Path) ->
     assert settings(ask("target", "-d", "Self"))["draft"] == "self"
     assert settings(ask("target", "-d", "LOOKUP"))["draft"] == "lookup"
     assert settings(ask("target", "-d", "None"))["draft"] is None
-
-
-# Ineffective options
-
-
-def test_ineffective_options_print_notes(run: Run, pair: Pair) -> None:
-    options = ("-d", "none", "--json", "--verify", "coupled", "--plain")
-    code, out, err = run("-m", pair.target, "-i", PROMPT, "-n", 20, "-s", 1, *options)
-    note = "specdec: --verify has no effect without a draft; --plain has no effect with --json"
-    assert (code, bool(out), note in err.splitlines()) == (0, True, True)
 
 
 # Stop strings and samples
