@@ -32,8 +32,8 @@ MAY_IMPORT = {
     },
     "ui": {"bench", "text", "events", "loaders", "runtime", "argument_checks"},
     "server": {
-        "specdec", "speculative_decoder", "engine", "text", "protocols", "events", "model", "sampling", "kernels", "tokenizer",
-        "runtime", "argument_checks",
+        "specdec", "speculative_decoder", "engine", "draft", "text", "protocols", "events", "loaders", "model", "sampling",
+        "kernels", "tokenizer", "runtime", "argument_checks",
     },
     "bench": {"speculative_decoder", "draft", "events", "model", "model_config", "sampling", "quant", "kernels", "runtime"},
     "speculative_decoder": {

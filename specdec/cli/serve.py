@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,11 +23,8 @@ from specdec.cli.model_loading import (
 )
 from specdec.cli.option_fields import argument, option, translate_parameters
 from specdec.cli.output_errors import guard_output, print_message
-from specdec.cli.prompt_sources import read_text_input
 from specdec.draft.settings import AUTO
 from specdec.loaders import optional_dependencies
-from specdec.loaders.model_loader import get_memory_headroom
-from specdec.runtime.memory import get_physical_memory_bytes
 from specdec.sampling import Sampling, override_sampling
 from specdec.speculative_decoder import SpeculativeDecoder
 from specdec.text.chat_template import TemplateError
@@ -41,11 +39,9 @@ if TYPE_CHECKING:
 
 REQUIRED_PACKAGES = {optional_dependencies.STARLETTE: "to answer requests", optional_dependencies.UVICORN: "to listen"}
 EXIT_MARGIN_S = 10.0  # after the grace period; then the process is ended
-MAX_KEY_LENGTH = 1000
 _IF_UNSET = "For requests that set none. By default the model's own, else"
 SINGLE_MODEL_OPTIONS = ("tokenizer", "template", "stage")  # options that need -m
 ON_DEMAND_OPTIONS = ("keep_alive", "models")  # options of a server without -m
-CACHE_SHARE = 0.5  # KV caches, relative to the memory that the weights leave free
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +60,6 @@ class ServedRequest(SpeculationOptions, PromptCacheOptions):
         sampling = replace(ChatSettings(), **recommended).make_sampling(0)
         names = ("temperature", "top_p", "top_k")
         return override_sampling(sampling, **{name: getattr(self, f"served_{name}") for name in names})
-
-    def get_cache_bytes(self, decoder: SpeculativeDecoder) -> int:
-        """Return the memory limit of all KV caches in bytes: that of --cache, else a share of what the weights leave free."""
-        return self.cache * 10**6 or int(CACHE_SHARE * get_memory_headroom(decoder.target))
 
     @property
     def name(self) -> str:
@@ -125,21 +117,6 @@ class ServeRequest(ServedRequest):
             return ipaddress.ip_address(self.host).is_loopback
         return self.host.lower() == "localhost"
 
-    @property
-    def api_keys(self) -> list[str]:
-        """The API keys in the file of --api-key-file; empty without that option.
-
-        Raises:
-            ValueError: The file cannot be read, has no key, or has an invalid one.
-        """
-        if not self.api_key_file:
-            return []
-        keys = [line.strip() for line in read_text_input(self.api_key_file).splitlines() if line.strip()]
-        if not keys or not all(key.isascii() and key.isprintable() and len(key) <= MAX_KEY_LENGTH for key in keys):
-            expected = f"one API key per line, in printable ASCII of at most {MAX_KEY_LENGTH} characters"
-            raise ValueError(f"{self.api_key_file} must have {expected}")
-        return keys
-
 
 def run(request: ServeRequest) -> None:
     """Serve the APIs of OpenAI, Anthropic and ollama over HTTP, with a chat page.
@@ -149,13 +126,15 @@ def run(request: ServeRequest) -> None:
     Without -m, the server offers every model that `specdec models` lists, or those of --models DIR, and loads each on demand.
     """
     request = request.resolve()
-    paths, keys = resolve_model_paths(request, REQUIRED_PACKAGES) if request.model else [], request.api_keys
+    paths = resolve_model_paths(request, REQUIRED_PACKAGES) if request.model else []
     if missing := optional_dependencies.format_missing_packages(REQUIRED_PACKAGES):
         raise ValueError(missing)
     if not request.model and request.draft and request.draft.lower() not in DRAFT_KEYWORDS:
         find_model(request.draft, DRAFT_KEYWORDS)  # fail now rather than at the first request
-    from specdec.server.listener import bind_socket  # imported here, since no other command needs it
+    from specdec.server.access_control import read_api_keys  # imported here, since no other command needs it
+    from specdec.server.listener import bind_socket
 
+    keys = read_api_keys(Path(request.api_key_file)) if request.api_key_file else []
     with bind_socket(request.host, request.port) as sock:
         models: LoadedModels | None = None
         if request.model:
@@ -182,7 +161,7 @@ def serve(request: ServeRequest, models: LoadedModels | None, sock: socket.socke
     from specdec.server.app import Endpoints
     from specdec.server.generation_response import ServerState
     from specdec.server.listener import Listener
-    from specdec.server.model_manager import ModelManager, make_single_model_manager
+    from specdec.server.model_manager import InstalledModelSource, ModelManager, make_single_model_manager
 
     handler = StderrLog()
     logging.getLogger("specdec.server").addHandler(handler)
@@ -192,7 +171,8 @@ def serve(request: ServeRequest, models: LoadedModels | None, sock: socket.socke
         draft_note = f"; tokens are guessed {request.labels.draft_label}" if request.labels.draft_label else ""
         description = f"{request.name} ({models.decoder.weights}){draft_note}"
     else:
-        manager = ModelManager(CatalogModelSource(request), request.keep_alive, log)
+        source = InstalledModelSource(request.models, partial(load_served_model, request), not request.cache)
+        manager = ModelManager(source, request.keep_alive, log)
         n = len(manager.list_models())
         if not n:
             problem = f"{request.models} has no model that can be loaded" if request.models else "no model is installed"
@@ -236,44 +216,21 @@ def make_served_model(request: ServeRequest, decoder: SpeculativeDecoder, name: 
     """Return a loaded decoder as an instance that the server can use, and print notes on the model and its KV cache."""
     from specdec.server.model_manager import start_instance
 
-    cache_bytes, target = request.get_cache_bytes(decoder), decoder.target
-    kb_per_token = (target.get_sequence_bytes(2048) - target.get_sequence_bytes(1024)) / 1_024_000
-    total = f"at most {cache_bytes / 10**9:.1f} GB in total"
     model = describe_model(request, decoder, name)
-    print_message(f"the KV cache takes {kb_per_token:.1f} kB per token in {target.kv}, and {total}")
-    return start_instance(model, request.slots, request.queue, cache_bytes)
+    return start_instance(model, request.slots, request.queue, request.cache * 10**6, print_message)
 
 
-class CatalogModelSource:
-    """A source of the models that `specdec models` lists, or of a folder's, which loads one with the server's options."""
+def load_served_model(request: ServeRequest, name: str, on_progress: Callable[[float], None]) -> "ModelInstance":
+    """Load a model by its name or alias with the server's options, and return its instance.
 
-    def __init__(self, request: ServeRequest) -> None:
-        """Remember the server's options; nothing is loaded yet."""
-        self._request, self.memory_bytes = request, get_physical_memory_bytes()
+    Args:
+        request: The server's request.
+        name: Name or alias of the model.
+        on_progress: Called with the loaded fraction.
 
-    def list_models(self) -> dict[str, int]:
-        """Return the size in bytes of each model that can be loaded, by name, aliases included."""
-        from specdec.draft.installed_models import get_model_sizes  # imported here, since no other command needs it
-
-        return get_model_sizes(Path(self._request.models) if self._request.models else None)
-
-    def load(self, name: str, on_progress: Callable[[float], None]) -> "ModelInstance":
-        """Load a model by name and return its instance; called on the loader thread.
-
-        Args:
-            name: Name or alias of the model.
-            on_progress: Called with the loaded fraction.
-
-        Raises:
-            ValueError: The model is not found or cannot be loaded.
-        """
-        request = with_models(replace(self._request, model=os.path.join(self._request.models, name)), AUTO)
-        decoder = load_decoder(request, resolve_model_paths(request), lambda _, share: on_progress(share))
-        return make_served_model(request, decoder, name)
-
-    def limit_caches(self, instances: list["ModelInstance"]) -> None:
-        """Divide half of the memory that the weights leave free equally among the models' KV caches, unless --cache is given."""
-        if instances and not self._request.cache:
-            free_bytes = self.memory_bytes - sum(each.model.decoder.target.weights.n_bytes for each in instances)
-            for each in instances:
-                each.engine.limit_caches(int(CACHE_SHARE * free_bytes / len(instances)))
+    Raises:
+        ValueError: The model is not found or cannot be loaded.
+    """
+    request = with_models(replace(request, model=os.path.join(request.models, name)), AUTO)
+    decoder = load_decoder(request, resolve_model_paths(request), lambda _, share: on_progress(share))
+    return make_served_model(request, decoder, name)

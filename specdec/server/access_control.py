@@ -13,10 +13,12 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
+from specdec.argument_checks import decode_text, wrap_read_errors
 from specdec.engine.sequence import Client
 from specdec.server.engine_thread import QueueFullError, ShutdownError
 from specdec.server.field_validation import APIError
@@ -27,6 +29,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 PUBLIC_PATHS = ("/", "/health")  # need no key, since they reveal nothing
 UNLOGGED_PATHS = ("/health", "/metrics")  # polled all the time
+MAX_KEY_LENGTH = 1000
 CLIENT_PREFIX_BITS = {4: 32, 6: 64}  # bits of an address that identify a client, by IP version
 TRUSTED_FETCH_SITES = ("same-origin", "none")  # values of sec-fetch-site for this server's page and for no page
 
@@ -123,6 +126,21 @@ class AuthMiddleware:
         scheme, _, key = authorization.partition(" ")
         matches = [digest for digest in self._key_digests if hmac.compare_digest(_digest(key.strip()), digest)]
         return matches[0].hex() if matches and scheme.lower() == "bearer" else ""
+
+
+def read_api_keys(path: Path) -> list[str]:
+    """Return the API keys in a file, one per line.
+
+    Raises:
+        ValueError: The file cannot be read, has no key, or has an invalid one.
+    """
+    with wrap_read_errors(path, ValueError):
+        lines = decode_text(path.read_bytes()).splitlines()
+    keys = [line.strip() for line in lines if line.strip()]
+    if not keys or not all(key.isascii() and key.isprintable() and len(key) <= MAX_KEY_LENGTH for key in keys):
+        expected = f"one API key per line, in printable ASCII of at most {MAX_KEY_LENGTH} characters"
+        raise ValueError(f"{path} must have {expected}")
+    return keys
 
 
 def to_api_error(error: BaseException) -> APIError:

@@ -1,4 +1,4 @@
-"""Batch jobs: lines in OpenAI's batch format become lines of results, the same ones on any machine. Knows no files.
+"""Batch jobs: lines in OpenAI's batch format become lines of results, the same ones on any machine.
 
 A result depends on its line alone, so a job can be stopped, continued and divided among machines. It has no time and no numbers
 that depend on caches and drafts, and a request without a seed gets one from its line.
@@ -9,13 +9,15 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
-from specdec.argument_checks import JSONDict, JSONObject, check_string, shorten
+from specdec.argument_checks import JSONDict, JSONObject, check_string, shorten, wrap_read_errors
 from specdec.engine.prefix_cache import PrefixCache
 from specdec.engine.reranker import run_to_end
 from specdec.engine.sequence import Sequence
 from specdec.events import Event, PrefillProgress, Step
+from specdec.loaders.model_file import write_text_atomically
 from specdec.server.auxiliary_tasks import AuxiliaryRequest
 from specdec.server.embeddings import parse_embedding_request
 from specdec.server.field_validation import APIError, check_object, parse_body, wrap_errors
@@ -103,19 +105,22 @@ def parse_lines(data: bytes) -> list[BatchLine]:
     return requests
 
 
-def find_done(name: str, data: bytes, lines: Iterable[BatchLine]) -> tuple[bytes, set[str]]:
-    """Return the results to keep of those that an earlier run has written, and their ids.
+def read_done(path: Path, lines: Iterable[BatchLine]) -> set[str]:
+    """Return the ids of the results that an earlier run has written to a file; empty if there is no file.
 
-    Drops a last line that was cut off, and errors of the machine (status 500 and up), whose requests are tried again.
+    Removes a last line that was cut off, and errors of the machine (status 500 and up), whose requests are tried again.
 
     Args:
-        name: Name of the file of results, for the error.
-        data: The lines of results.
+        path: The file of results.
         lines: The lines of the job.
 
     Raises:
-        ValueError: A line is no result of the job.
+        ValueError: The file cannot be read, or a line is no result of the job.
     """
+    if not path.exists():
+        return set()
+    with wrap_read_errors(path, ValueError):
+        data = path.read_bytes()
     kept, done = list[bytes](), set[str]()
     custom_ids = {line.id: line.custom_id for line in lines}
     for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(keepends=True), 1):
@@ -126,11 +131,22 @@ def find_done(name: str, data: bytes, lines: Iterable[BatchLine]) -> tuple[bytes
         except (ValueError, KeyError, TypeError):
             is_known = False
         if not is_known:
-            raise ValueError(f"line {number} of {name} is no result of these requests; name another file for the results")
+            raise ValueError(f"line {number} of {path} is no result of these requests; name another file for the results")
         if is_done:
             kept.append(line)
             done.add(result["id"])
-    return b"".join(kept), done
+    if (text := b"".join(kept)) != data:
+        write_text_atomically(path, text.decode())
+    return done
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Add a line to a file; raise ValueError if the file cannot be written."""
+    try:
+        with path.open("ab") as file:
+            file.write(line)
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}") from None
 
 
 def find_required_packages(lines: Iterable[BatchLine]) -> dict[str, str]:
@@ -218,6 +234,21 @@ class BatchRunner:
             for sequence in self._jobs:
                 self._scheduler.cancel(sequence)
             self._jobs.clear()
+
+    def format_summary(self, n_done: int, seconds: float, draft_label: str) -> str:
+        """Return how much was generated in which time, and what the draft brought.
+
+        Args:
+            n_done: Number of results.
+            seconds: Time of the run.
+            draft_label: Description of the draft, such as "by little".
+        """
+        n, n_drafted, n_accepted = self.metrics.generated_tokens, self.metrics.drafted_tokens, self.metrics.accepted_tokens
+        text = f"{n_done} results, {self.n_errors} of them errors; {n:,} tokens in {seconds:.1f} s ({n / seconds:.0f} tok/s)"
+        if not n_drafted:
+            return text
+        drafts = f"{n_accepted / n_drafted:.0%} of {n_drafted:,} tokens guessed {draft_label} accepted"
+        return f"{text}; {drafts}, {n / max(n - n_accepted, 1):.1f} tokens per pass of a sequence instead of 1"
 
     def _start(self, request: BatchLine) -> bytes | None:
         """Start a request; return its line if it is an error, or one for embeddings or reranking, which runs at once."""

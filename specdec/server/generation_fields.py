@@ -4,13 +4,14 @@ import math
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from specdec.argument_checks import JSONDict, JSONObject, check_choice, check_float, check_strings, shorten
+from specdec.argument_checks import JSONDict, check_choice, check_float, check_strings, shorten
 from specdec.engine.request import GenerationRequest, validate_request
+from specdec.loaders.model_loader import get_memory_headroom
 from specdec.protocols import Constraint
 from specdec.sampling import Sampling
 from specdec.server.field_validation import (
@@ -26,12 +27,12 @@ from specdec.server.field_validation import (
 from specdec.server.tool_parsers.base import ToolParser, ToolSchemas
 from specdec.speculative_decoder import SpeculativeDecoder
 from specdec.text.chat_template import ChatTemplate, ChatTokenizer, PromptTooLongError, TemplateError
-from specdec.text.conversation import ChatSettings
 from specdec.text.grammar_worker import WorkerLostError
 from specdec.text.reasoning_constraint import ReasoningConstraint
 from specdec.text.structured_output import ConstraintError, Grammar
 from specdec.tokenizer import RenderedSegment, TokenizerError
 
+CACHE_SHARE = 0.5  # KV caches, relative to the memory that the weights leave free
 MAX_CHOICES = 16  # per request
 MAX_STOPS, MAX_STOP_CHARS = 16, 1000
 N_SEEDS = 2**63
@@ -65,14 +66,9 @@ class ServedModel:
     default_sampling: Sampling = Sampling()  # noqa: RUF009 (immutable)
     reasoning_budget: int = -1
 
-    @classmethod
-    def from_decoder(cls, name: str, decoder: SpeculativeDecoder) -> "ServedModel":
-        """Return a decoder with its chat template, if there is one, and the sampling settings that its files recommend."""
-        template, checkpoint = None, decoder.bundle.checkpoint
-        with suppress(TemplateError):
-            template = decoder.chat_template
-        recommended: JSONObject = checkpoint.default_sampling if checkpoint else {}
-        return cls(name, decoder, template, replace(ChatSettings(), **recommended).make_sampling(0))
+    def get_cache_bytes(self, limit: int) -> int:
+        """Return the memory limit of all KV caches in bytes: `limit`, or a share of what the weights leave free if it is 0."""
+        return limit or int(CACHE_SHARE * get_memory_headroom(self.decoder.target))
 
     @property
     def max_chars(self) -> int:

@@ -10,13 +10,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from specdec.argument_checks import shorten
+from specdec.draft.installed_models import get_model_sizes
 from specdec.engine.metrics import Metrics, merge_metrics
+from specdec.runtime.memory import get_physical_memory_bytes
 from specdec.server.engine_thread import EngineThread, ShutdownError
 from specdec.server.field_validation import APIError
-from specdec.server.generation_fields import ServedModel
+from specdec.server.generation_fields import CACHE_SHARE, ServedModel
 from specdec.speculative_decoder import SpeculativeDecoder
 
 MAX_WEIGHTS_SHARE = 0.75  # of the memory, for the weights of all models if there are several
@@ -40,15 +43,22 @@ class ModelInstance(NamedTuple):
     created: int
 
 
-def start_instance(model: ServedModel, max_running: int, max_waiting: int, cache_bytes: int) -> ModelInstance:
+def start_instance(
+    model: ServedModel, max_running: int, max_waiting: int, cache_limit: int, log: Callable[[str], object]
+) -> ModelInstance:
     """Start the engine of a model and a thread that prewarms it, and return them as an instance.
 
     Args:
         model: The model.
         max_running: Maximum number of sequences that are generated at once.
         max_waiting: Maximum number of waiting sequences.
-        cache_bytes: Memory limit of all KV caches together, in bytes.
+        cache_limit: Memory limit of all KV caches together, in bytes; 0 for a share of what the weights leave free.
+        log: Called with a line about the size of the KV caches.
     """
+    cache_bytes, target = model.get_cache_bytes(cache_limit), model.decoder.target
+    kb_per_token = (target.get_sequence_bytes(2048) - target.get_sequence_bytes(1024)) / 1_024_000
+    total = f"at most {cache_bytes / 10**9:.1f} GB in total"
+    log(f"the KV cache takes {kb_per_token:.1f} kB per token in {target.kv}, and {total}")
     threading.Thread(target=prewarm, args=(model.decoder,), name="awake", daemon=True).start()
     return ModelInstance(model, EngineThread(model.decoder, max_running, max_waiting, cache_bytes), int(time.time()))
 
@@ -130,6 +140,36 @@ class SingleModelSource:
 
     def limit_caches(self, instances: list[ModelInstance]) -> None:
         """Do nothing, since the memory limit of the model's KV caches is set already."""
+
+
+class InstalledModelSource:
+    """A source of the models that `specdec models` lists, or of a folder's, each loaded when a request needs it.
+
+    Args:
+        folder: The folder; "" for the installed models.
+        load: Loads a model by its name and returns its instance; called on the loader thread with a callback for the progress.
+        divides_memory: Whether the KV caches share the memory that the weights leave free; if not, each keeps its limit.
+    """
+
+    def __init__(self, folder: str, load: Callable[[str, Callable[[float], None]], ModelInstance], divides_memory: bool) -> None:
+        """Remember the arguments; nothing is loaded yet."""
+        self._folder, self._load, self._divides_memory = folder, load, divides_memory
+        self.memory_bytes = get_physical_memory_bytes()
+
+    def list_models(self) -> Mapping[str, int]:
+        """Return the size in bytes of each model that can be loaded, by name, aliases included."""
+        return get_model_sizes(Path(self._folder) if self._folder else None)
+
+    def load(self, name: str, on_progress: Callable[[float], None]) -> ModelInstance:
+        """Load a model by its name or alias and return its instance; raises ValueError if it is not found or not valid."""
+        return self._load(name, on_progress)
+
+    def limit_caches(self, instances: list[ModelInstance]) -> None:
+        """Divide half of the memory that the weights leave free equally among the models' KV caches."""
+        if instances and self._divides_memory:
+            free_bytes = self.memory_bytes - sum(each.model.decoder.target.weights.n_bytes for each in instances)
+            for each in instances:
+                each.engine.limit_caches(int(CACHE_SHARE * free_bytes / len(instances)))
 
 
 class ModelManager:

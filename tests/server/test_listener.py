@@ -18,6 +18,7 @@ from specdec import SpeculativeDecoder
 from specdec.cli import serve
 from specdec.cli.serve import ServeRequest
 from specdec.server import listener as listener_module
+from specdec.server.access_control import read_api_keys
 from specdec.server.app import Endpoints
 from specdec.server.engine_thread import EngineThread
 from specdec.server.field_validation import APIError
@@ -151,21 +152,27 @@ def test_an_unavailable_address_is_reported() -> None:
         ("", False),
     ],
 )
-def test_other_machines_need_a_key_or_the_no_key_option(host: str, is_local: bool, tmp_path: Path) -> None:
+def test_other_machines_need_a_key_or_the_no_key_option(host: str, is_local: bool) -> None:
     request = ServeRequest(model="m", host=host)
     if is_local:
-        assert request.resolve().api_keys == []
+        request.resolve()
     else:
         with pytest.raises(ValueError, match="use --api-key-file FILE for their keys, or --no-key"):
             request.resolve()
+    ServeRequest(model="m", host=host, no_key=True).resolve()
+    ServeRequest(model="m", host=host, api_key_file="keys").resolve()
+
+
+def test_a_file_of_api_keys_has_one_per_line(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("first\n\n second \n")
-    assert ServeRequest(model="m", host=host, no_key=True).resolve().api_keys == []
-    assert ServeRequest(model="m", host=host, api_key_file=str(keys)).resolve().api_keys == ["first", "second"]
+    assert read_api_keys(keys) == ["first", "second"]
     for invalid in ("", "\n", "caf\u00e9", "x" * 1001):
         keys.write_text(invalid)
         with pytest.raises(ValueError, match="must have one API key per line"):
-            _ = ServeRequest(model="m", host=host, api_key_file=str(keys)).resolve().api_keys
+            read_api_keys(keys)
+    with pytest.raises(ValueError, match="cannot read"):
+        read_api_keys(tmp_path)
 
 
 def test_a_missing_draft_is_reported_at_startup() -> None:
