@@ -71,7 +71,7 @@ class Metrics(StepObserver):
             self.generated_tokens += len(step.tokens)
             self.drafted_tokens += len(step.draft_tokens)
             self.accepted_tokens += step.n_accepted
-            if step.tokens and len(sequence.tokens) == len(sequence.request.prompt) + len(step.tokens):
+            if step.tokens and sequence.n_steps == 1:
                 assert sequence.first_token_seconds is not None
                 self.time_to_first_token.observe(sequence.first_token_seconds)
 

@@ -62,6 +62,16 @@ def test_a_batch_that_never_runs_keeps_its_drafts_and_changes_no_output(schedule
         assert get_tokens(steps) == get_tokens(decoder.stream(sequence.request.prompt, 12, GREEDY))
 
 
+def test_the_time_to_a_first_token_counts_if_a_stop_string_cuts_its_step(scheduler, decoder):
+    tokens = get_tokens(decoder.stream(PROMPTS[0], 12, GREEDY))
+    text = decoder.tokenizer.decode(tokens[:1])
+    request = GenerationRequest(PROMPTS[0], 12, GREEDY, [text.strip()], prediction=tokens)
+    sequence = Sequence(request, decoder.tokenizer)
+    *_, step = scheduler.stream(sequence)
+    assert (step.stop_reason, len(step.tokens), sequence.n_steps) == ("stop", 1, 1) and step.n_nodes > 1
+    assert sum(scheduler.metrics.time_to_first_token.counts) == 1
+
+
 def test_an_empty_batch_runs_no_pass(scheduler, decoder):
     n_passes = decoder.target.n_passes
     assert run(scheduler, scheduler.schedule()) == [] and decoder.target.n_passes == n_passes
