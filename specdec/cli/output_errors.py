@@ -34,7 +34,8 @@ def guard_output() -> Iterator[None]:
 def exit_with_error(message: str) -> NoReturn:
     """Print an error message as one line on stderr and exit with code 2, that of errors that the user can fix."""
     if sys.stderr:
-        print(f"specdec: {' '.join(message.split())}", file=sys.stderr)
+        with suppress(OSError):
+            print(f"specdec: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)
 
 

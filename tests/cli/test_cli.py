@@ -544,6 +544,8 @@ def test_full_disk_error_is_one_line(pair: Pair) -> None:
     assert done.returncode == 2
     assert b"Traceback" not in done.stderr
     assert done.stderr.count(b"\n") == 1
+    with open("/dev/full", "wb") as full:
+        assert shell(make_arguments(pair, "-n", 20), stdout=full, stderr=full, capture_output=False).returncode == 2
 
 
 def test_closed_stdout_gives_no_traceback(pair: Pair) -> None:
