@@ -5,6 +5,7 @@ import os
 import shlex
 import sys
 import warnings
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -29,9 +30,9 @@ def main() -> None:
     from specdec.ui.signals import signals
 
     signals.install()
-    n_threads = os.environ.get("NUMBA_NUM_THREADS", "")
-    if n_threads.isdecimal() and int(n_threads) > _MAX_THREADS:
-        exit_with_error(f"the environment variable NUMBA_NUM_THREADS is {n_threads}; set at most {_MAX_THREADS}, or unset it")
+    with suppress(ValueError):  # numba reports it
+        if (n_threads := int(os.environ.get("NUMBA_NUM_THREADS", "1"))) > _MAX_THREADS:
+            exit_with_error(f"the environment variable NUMBA_NUM_THREADS is {n_threads}; set at most {_MAX_THREADS}, or unset it")
     warnings.filterwarnings("error", "Environment variable 'NUMBA_", RuntimeWarning)
     warnings.filterwarnings("ignore", "Could not obtain multiprocessing lock")  # no /dev/shm; we never fork
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads are unused, and each takes 30 MB

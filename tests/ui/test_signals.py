@@ -361,6 +361,7 @@ def run_rejected(command: list[str], **environment: str) -> str:
         ("NUMBA_DISABLE_JIT", "1", "unset it"),
         ("NUMBA_NUM_THREADS", "abc", "set a valid value, or unset it"),
         ("NUMBA_NUM_THREADS", "10000", "set at most 1024, or unset it"),
+        ("NUMBA_NUM_THREADS", " +10_000", "set at most 1024, or unset it"),
         ("NUMBA_OPT", "fast", "set a valid value, or unset it"),
     ],
 )
