@@ -100,6 +100,6 @@ class CostRecorder(StepObserver):
                 self._costs.end_pass(n_tokens, n_generated, seconds)
 
     def on_end(self, sequence: Sequence) -> None:
-        """Save the costs, if they are kept."""
-        if self._costs and self._is_saved:
+        """Save the costs, if they are kept and the sequence has decoded."""
+        if self._costs and self._is_saved and sequence.n_steps:
             self._autotuner.save_costs(self._costs)

@@ -149,3 +149,12 @@ def test_the_thread_summary_compares_the_number_in_use_with_the_others(monkeypat
 def test_bad_settings_are_refused(settings, match):
     with pytest.raises(ValueError, match=match):
         SpeculativeSettings(**settings)
+
+
+def test_costs_are_saved_after_sequences_that_have_decoded(pair, monkeypatch):
+    """A prompt alone teaches nothing, and a file is written at most every ten seconds."""
+    saved = []
+    monkeypatch.setattr(Autotuner, "save_costs", lambda _, costs: saved.append(costs))
+    decoder = SpeculativeDecoder(pair.target, pair.draft, pair.tokenizer, n_threads=1)
+    assert [*decoder.read([BOS, 5, 6])] and not saved
+    assert get_steps(decoder.stream([BOS, 5, 6], 4)) and len(saved) == 1
