@@ -1,6 +1,8 @@
 """Helpers that declare command-line options as fields of dataclasses, and that name the options in the library's errors."""
 
+import os
 import re
+from contextlib import suppress
 from typing import Any
 
 import typer
@@ -43,6 +45,18 @@ def option(default: Any, declaration: str, panel: str, help: str, **more: Any) -
 def argument(metavar: str, help: str) -> Any:
     """Return a positional Typer argument, None by default."""
     return typer.Argument(None, metavar=metavar, help=help, show_default=False)
+
+
+def decode_text(value: Any) -> Any:
+    """Return a text of the command line, or a list of texts, decoded as UTF-8 even if the locale has another encoding.
+
+    None, and bytes that are not UTF-8, stay as they are.
+    """
+    if isinstance(value, list):
+        return [decode_text(each) for each in value]
+    with suppress(TypeError, UnicodeError):
+        return os.fsencode(value).decode()
+    return value
 
 
 def translate_parameters(message: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from typer.core import TyperCommand, TyperGroup
 
 from specdec.argument_checks import shorten
-from specdec.cli.option_fields import PANELS
+from specdec.cli.option_fields import PANELS, decode_text
 from specdec.loaders.model_paths import is_model_name
 
 T = TypeVar("T")
@@ -19,6 +19,7 @@ Command: Any = next(base for base in TyperGroup.__mro__ if base.__name__ == "Com
 MIN_COMMAND_SIMILARITY = 0.75  # above it a word is a misspelled command rather than a prompt
 # ollama's commands
 FOREIGN_COMMANDS = {"run": "chat", "pull": "models pull", "rm": "models rm", "list": "models list", "ls": "models ls"}
+TEXT_METAVARS = ("TEXT", "REGEX")  # of options that are not names of files or models
 TYPE_NAMES = {int: "a whole number", float: "a number"}
 
 
@@ -34,6 +35,8 @@ def convert_value(param: Any, context: Any, value: Any) -> Any:
         ValueError: The value is not a number within the parameter's limits.
     """
     number_type, limits = param.type_descriptor.annotation, param.type_descriptor.parameter_info
+    if param.metavar in TEXT_METAVARS:
+        return decode_text(value)
     if number_type not in TYPE_NAMES or not isinstance(value, str):
         return param.callback(context, param, value) if param.callback else value  # of Typer's own flags
     least = -math.inf if limits.min is None else limits.min

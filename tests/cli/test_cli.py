@@ -560,6 +560,15 @@ def test_non_utf8_prompt_is_rejected_in_one_line(pair: Pair) -> None:
         assert_rejected((done.returncode, done.stdout.decode(), done.stderr.decode()), word)
 
 
+@pytest.mark.parametrize("words", [["é日"], ["-i", "é日"]])
+def test_texts_are_utf8_even_in_a_locale_of_another_encoding(pair: Pair, words: list[str]) -> None:
+    command = [*COMMAND, *words, "-m", str(pair.target), "-t", "0", "-j", "1", "--max-tokens", "2", "--stop", "ü", "--json"]
+    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0"}
+    done = subprocess.run(command, env=environment, capture_output=True, check=False, timeout=TIMEOUT_S)
+    settings = json.loads(done.stdout)["settings"]
+    assert (settings["prompt"], settings["stop"]) == ("é日", ["ü"])
+
+
 def test_ctrl_c_keeps_piped_output_so_far(pair: Pair) -> None:
     with run_process(make_endless_arguments(pair, "-n", 0)) as process:
         start = process.stdout.read(100)
