@@ -16,7 +16,7 @@ from specdec.server.tool_parsers.grammar import (
     quote,
     resolve_ref,
 )
-from specdec.server.tool_parsers.literals import GEMMA_QUOTES, LiteralCallParser, translate_to_json
+from specdec.server.tool_parsers.literals import GEMMA_QUOTES, LiteralCallParser, count_calls, translate_to_json
 from specdec.text.structured_output import serialize_schema
 
 UNQUOTED_TEXT = "/[^<]+/"  # if the quotes are not special tokens
@@ -32,6 +32,8 @@ class GemmaParser(LiteralCallParser):
 
     def parse_calls(self, text: str) -> list[tuple[Any, Any]]:
         """Return the name and arguments of the only call of a text; raises ValueError if it is something else."""
+        if count_calls(text):
+            raise ValueError("a call is no value")
         name, brace, rest = text.removeprefix("call:").partition("{")
         return [(name.strip(), parse_json(translate_to_json(brace + rest)))]
 

@@ -5,7 +5,7 @@ from typing import Any
 from specdec.argument_checks import JSONObject
 from specdec.server.json_values import parse_json
 from specdec.server.tool_parsers.grammar import OBJECT_KEYS, GrammarBuilder, check_names, get_properties, quote
-from specdec.server.tool_parsers.literals import LiteralCallParser, translate_to_json
+from specdec.server.tool_parsers.literals import LiteralCallParser, count_calls, translate_to_json
 
 
 class LFM2Parser(LiteralCallParser):
@@ -17,7 +17,10 @@ class LFM2Parser(LiteralCallParser):
 
     def parse_calls(self, text: str) -> Any:
         """Return the name and arguments of each call of a text; raises ValueError if it is something else."""
-        return parse_json(translate_to_json(text))
+        calls: Any = parse_json(translate_to_json(text))
+        if len(calls) != count_calls(text):
+            raise ValueError("a call is no value")
+        return calls
 
     @classmethod
     def write_call(cls, grammar: GrammarBuilder, name: str, schema: JSONObject) -> str:

@@ -30,6 +30,11 @@ def translate_to_json(text: str) -> str:
     return LEXEME_PATTERN.sub(_translate_lexeme, text)
 
 
+def count_calls(text: str) -> int:
+    """Return the number of calls `name(` in a text, with those in the place of values, where none is allowed."""
+    return sum((lexeme[4] or "").endswith("(") for lexeme in LEXEME_PATTERN.finditer(text))
+
+
 def _translate_lexeme(lexeme: re.Match[str]) -> str:
     string, gemma_string, name, separator = lexeme.groups()
     if string or gemma_string:

@@ -113,6 +113,9 @@ CASES = [
     ("LFM2", "<|tool_call_start|>[weather(tags=['it\\'s', None, True, false, {'a': -1.5e3}])]<|tool_call_end|>",
      [("weather", {"tags": ["it's", None, True, False, {"a": -1500.0}]})]),
     ("LFM2", "<|tool_call_start|>[rain()]<|tool_call_end|>", ["<|tool_call_start|>[rain()]<|tool_call_end|>"]),
+    ("LFM2", "<|tool_call_start|>[weather(city=get(days=1))]<|tool_call_end|>",
+     ["<|tool_call_start|>[weather(city=get(days=1))]<|tool_call_end|>"]),
+    ("LFM2", "<|tool_call_start|>[weather(city='get(days=1)')]<|tool_call_end|>", [("weather", {"city": "get(days=1)"})]),
     ("LFM2", "<|tool_call_start|>[weather(", ["<|tool_call_start|>[weather("]),
     ("LFM2", "<|tool_call_start|>[weather(tags=" + "[" * 500 + "]" * 500 + ")]<|tool_call_end|>",
      ["<|tool_call_start|>[weather(tags=" + "[" * 500 + "]" * 500 + ")]<|tool_call_end|>"]),
@@ -120,6 +123,8 @@ CASES = [
      [("weather", OSLO), ("get.time-1", {})]),
     ("Gemma", '<|tool_call>call:weather{tags:[<|"|>a<|"|>,{b:null,<|"|>c d<|"|>:true}]}<tool_call|>.',
      [("weather", {"tags": ["a", {"b": None, "c d": True}]}), "."]),
+    ("Gemma", "<|tool_call>call:weather{city:get(days:1)}<tool_call|>",
+     ["<|tool_call>call:weather{city:get(days:1)}<tool_call|>"]),
     ("Gemma", "<|tool_call>call:rain{}<tool_call|>", ["<|tool_call>call:rain{}<tool_call|>"]),
     ("Harmony", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.weather "
      f"<|constrain|>json<|message|>{json.dumps(OSLO)}<|call|>", [Delta("reasoning", "Hm."), ("weather", OSLO)]),
