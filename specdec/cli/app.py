@@ -13,7 +13,6 @@ import typer
 
 from specdec.cli import batch, bench, chat, compile, generate, models, race, serve, sweep
 from specdec.cli.common_options import Request, get_given_options
-from specdec.cli.option_fields import translate_parameters
 from specdec.cli.output_errors import BROKEN_PIPE_EXIT_CODE, guard_output, print_message
 from specdec.cli.typer_commands import CommandGroup, Subcommand, format_usage_error
 from specdec.loaders import CheckpointError, CheckpointWarning
@@ -60,7 +59,7 @@ def main() -> None:
     except UsageError as error:
         print_message(format_usage_error(error))
     except (CheckpointError, TokenizerError, ValueError) as error:
-        print_message(translate_parameters(str(error)))
+        print_message(str(error))
     except MemoryError as error:
         reason = f"not enough memory: {error}".rstrip(": ")
         print_message(f"{reason}; use a smaller model or a shorter output (--max-tokens)")

@@ -1,7 +1,6 @@
 """`specdec batch`: generates the results of a file of requests, and goes on where an earlier run stopped."""
 
 import codecs
-import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +16,6 @@ from specdec.ui.plain_views import format_time_left
 from specdec.ui.progress import ProgressBar, show_status
 from specdec.ui.signals import signals
 
-SHARD_PATTERN = re.compile(r"([1-9][0-9]{0,5})/([1-9][0-9]{0,5})")
-
 
 @dataclass(frozen=True, kw_only=True)
 class BatchJobRequest(ServedRequest):
@@ -26,17 +23,6 @@ class BatchJobRequest(ServedRequest):
 
     files: list[str] | None = argument("IN OUT", "The file of requests, and the file to which their results are added.")
     shard: str = option("1/1", "--shard I/N", "Generation", "Take every N-th line, from line I: one of N parts of the job.")
-
-    def parse_shard(self) -> tuple[int, int]:
-        """Return the number of the shard, from 1, and the number of shards.
-
-        Raises:
-            ValueError: --shard is not valid.
-        """
-        match = SHARD_PATTERN.fullmatch(self.shard)
-        if not match or int(match[1]) > int(match[2]):
-            raise ValueError(f"--shard is {self.shard!r}; expected I/N with I from 1 to N, such as 1/4")
-        return int(match[1]), int(match[2])
 
 
 def run(request: BatchJobRequest) -> None:
@@ -54,16 +40,14 @@ def run(request: BatchJobRequest) -> None:
     source, target = files
     with wrap_read_errors(source, ValueError):
         lines = batch.parse_lines(source.read_bytes().removeprefix(codecs.BOM_UTF8))
-    first, n_shards = request.parse_shard()
     done = batch.read_done(target, lines)
-    pending = [line for line in lines if (line.number - first) % n_shards == 0 and line.id not in done]
+    pending = [line for line in batch.select_shard(lines, request.shard) if line.id not in done]
     if not pending:
         print_message(f"nothing is left: {target} has a result of each of the {len(done)} requests")
         return
     request = with_models(request, AUTO)
     with load_models(request, resolve_model_paths(request, batch.find_required_packages(pending))) as models:
         pass
-    request = models.resolve_draft(request)
     model = describe_model(request, models.decoder, request.name)
     runner = batch.BatchRunner(model, cache_bytes=model.get_cache_bytes(request.cache * 10**6))
     signals.begin_output()
@@ -79,6 +63,6 @@ def run(request: BatchJobRequest) -> None:
             show(ProgressBar("generating", share, suffix))
             if signals.end_signal:
                 break
-    print_message(runner.format_summary(n_done, time.perf_counter() - begin, request.labels.draft_label))
+    print_message(runner.format_summary(n_done, time.perf_counter() - begin, models.request.labels.draft_label))
     if n_done < len(pending):
         print_message(f"{len(pending) - n_done} requests are left; the same command goes on with them")

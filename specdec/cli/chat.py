@@ -32,7 +32,6 @@ class ChatRequest(SpeculationOptions, SamplingOptions, ConstraintOptions, Prompt
     system: str = option("", "-y, --system TEXT", "Generation", "System prompt.")
     prompt: str = option("", "-i, --prompt TEXT", "Generation", "The first message.")
     file: str = option("", "-f, --file FILE", "Generation", "Append this file to the first message; piped input follows both.")
-    steps: int | None = option(None, "-n, --steps N", "Generation", "in other commands, the total length", hidden=True)
     max_tokens: int = option(1024, "--max-tokens N", "Generation", "Maximum number of tokens in an answer.", min=1)
     temperature: float = option(0.7, "-t, --temperature X", "Most used", "Sampling temperature. 0: greedy.", min=0.0)
     plain: bool = option(False, "--plain", "Output", "Disable colors.")
@@ -42,8 +41,6 @@ class ChatRequest(SpeculationOptions, SamplingOptions, ConstraintOptions, Prompt
     def __post_init__(self) -> None:
         """Check the options; raise ValueError if one is not valid."""
         super().__post_init__()
-        if self.steps is not None:
-            raise ValueError("-n counts the prompt too and is not supported in a conversation; use --max-tokens N per answer")
         self.check_word(self.word)
         check_string("system", self.system)
 
@@ -83,13 +80,12 @@ def run(request: ChatRequest) -> None:
         constraint = make_constraint(models.decoder)
     if is_default_template:
         print_message(f"{request.labels.target} has no chat template; using Llama 2's, which a story model was not trained on")
-    request = models.resolve_draft(request)
     names = [each.name for each in fields(ChatSettings) if each.name != "seed"]
     sampling = {name: getattr(request, name) for name in names} | get_recommended_sampling(request, models.decoder)
     settings = ChatSettings(**sampling, seed=request.sampling.seed)
     conversation = Conversation(models.decoder, request.system, settings, str(request.model), models.metadata, constraint)
-    json_extra = {"model": request.model, "draft": request.draft or None} if request.as_json else None
-    session = chat_ui.ChatSession(conversation, request.labels, request.plain, json_extra)
+    json_extra = {"model": request.model, "draft": models.request.draft or None} if request.as_json else None
+    session = chat_ui.ChatSession(conversation, models.request.labels, request.plain, json_extra)
     with guard_output():
         if request.is_interactive:
             session.run(str(request.prompt), None if request.no_history else get_state_folder())

@@ -33,7 +33,6 @@ TEMPLATE = option("", "--template FILE", "Models", "Chat template: a Jinja file,
 TOP_P = option(0.9, "-p, --top-p X", "Sampling", "Keep the likeliest tokens with a total probability of X. 0, 1: off.")
 AS_JSON = option(False, "--json", "Output", "Print one JSON object to stdout.")
 RequestT = TypeVar("RequestT", bound="ModelRequest")
-PromptT = TypeVar("PromptT", bound="PromptRequest")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +108,6 @@ class ModelRequest(Request):
         check_choice("pack", self.pack, get_args(PackMode))
         check_string("prompt", getattr(self, "prompt", None) or "")
         parse_quantize(self.quantize)
-        if "prompt_cache_size" in self.given and not self.prompt_cache:
-            raise ValueError("--prompt-cache-size needs --prompt-cache DIR")
         if self.schema and self.regex:
             raise ValueError("--schema and --regex exclude each other; leave one of them out")
         if self.threads > (n := get_available_threads()):
@@ -210,6 +207,14 @@ class PromptRequest(SpeculationOptions, SamplingOptions):
     )
     max_tokens: int | None = option(None, "--max-tokens N", "Most used", "Maximum number of new tokens.", min=1)
 
+    def __post_init__(self) -> None:
+        """Check the options, and set the default of -n if neither -n nor --max-tokens is given; raise ValueError if both are."""
+        super().__post_init__()
+        if self.steps is not None and self.max_tokens is not None:
+            raise ValueError("-n counts the prompt's tokens too and --max-tokens does not; leave one of the two out")
+        if self.steps is self.max_tokens is None:
+            object.__setattr__(self, "steps", DEFAULT_STEPS)
+
 
 def with_models(request: RequestT, draft: str = "") -> RequestT:
     """Return a copy of the request with the names of its models filled in.
@@ -227,17 +232,6 @@ def with_models(request: RequestT, draft: str = "") -> RequestT:
         model, draft_name = target, draft_name or default_draft
     draft, stage = (name if name != NONE else "" for name in (draft_name or draft, stage))
     return replace(request, model=model, draft=draft, stage=stage)
-
-
-def with_default_steps(request: PromptT) -> PromptT:
-    """Return the request with the default -n if neither -n nor --max-tokens is given.
-
-    Raises:
-        ValueError: Both are given.
-    """
-    if request.steps is not None and request.max_tokens is not None:
-        raise ValueError("-n counts the prompt's tokens too and --max-tokens does not; leave one of the two out")
-    return replace(request, steps=DEFAULT_STEPS) if request.steps is request.max_tokens is None else request
 
 
 def parse_gamma(text: str) -> Gamma:

@@ -29,20 +29,18 @@ def run(request: CompileRequest) -> None:
     """
     if code_cache.IS_PLAIN:
         newest = ".".join(map(str, code_cache.NEWEST_NUMBA))
-        problem = f"compiled code cannot be kept with SPECDEC_PLAIN_NUMBA or a numba newer than {newest}"
-        raise ValueError(f"{problem}; unset the variable, and install numba {newest}")
+        raise ValueError(f"compiled code cannot be kept with SPECDEC_PLAIN_NUMBA, or with a numba newer than {newest}")
     if not code_cache.get_cache_dir():
         folders = " or ".join(str(path) for path in code_cache.list_cache_candidates())
         raise ValueError(f"compiled code cannot be kept: {folders} is not writable; set NUMBA_CACHE_DIR to a folder that is")
     for name in request.names or (request.model,):
         begin, known = time.perf_counter(), list_cached_names()
-        resolved = with_models(replace(request, model=name), AUTO)
-        with load_models(resolved) as models:  # the warm-up at its end compiles
-            resolved = models.resolve_draft(resolved)
+        with load_models(with_models(replace(request, model=name), AUTO)) as models:
+            pass  # the warm-up at its end compiles
         n_new = len(list_cached_names() - known)
         with guard_output():
             what = f"compiled {n_new} functions" if n_new else "nothing to compile"
-            print(f"{resolved.labels.pair}: {what} ({time.perf_counter() - begin:.1f} s)", flush=True)
+            print(f"{models.request.labels.pair}: {what} ({time.perf_counter() - begin:.1f} s)", flush=True)
         for error in code_cache.write_errors[:1]:
             raise ValueError(f"compiled code cannot be kept in {code_cache.get_cache_dir()}: {error.strerror or error}")
     with guard_output():

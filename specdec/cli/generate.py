@@ -9,14 +9,7 @@ from dataclasses import dataclass, fields, replace
 from rich.console import Console
 
 from specdec.argument_checks import JSONDict, check_strings, shorten
-from specdec.cli.common_options import (
-    AS_JSON,
-    ConstraintOptions,
-    PromptCacheOptions,
-    PromptRequest,
-    with_default_steps,
-    with_models,
-)
+from specdec.cli.common_options import AS_JSON, ConstraintOptions, PromptCacheOptions, PromptRequest, with_models
 from specdec.cli.model_loading import LoadedModels, load_models, make_constraint_factory, resolve_max_tokens
 from specdec.cli.option_fields import decode_text, option
 from specdec.cli.output_errors import guard_output, print_version
@@ -91,7 +84,7 @@ class TextRequest(ConstraintOptions, PromptCacheOptions, PromptRequest):
         if models:
             self.check_word(models[0])
         prompt = read_prompt(self.prompt, self.file, texts[0] if texts else None)
-        request = with_default_steps(replace(self, prompt=prompt, model=models[0] if models else self.model))
+        request = replace(self, prompt=prompt, model=models[0] if models else self.model)
         return with_models(request, AUTO if self.verify == "coupled" else "")  # coupled: no draft changes the output
 
     def get_settings(self, models: LoadedModels) -> JSONDict:
@@ -99,9 +92,9 @@ class TextRequest(ConstraintOptions, PromptCacheOptions, PromptRequest):
         options = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("context", "seed")}
         return {
             **options,
-            **self.model_names,
+            **models.request.model_names,
             "stop": self.stop or [],
-            "gamma": self.draft_settings.gamma if self.draft else 0,
+            "gamma": self.draft_settings.gamma if models.request.draft else 0,
             "threads": models.decoder.target.n_threads,
             "tokenizer": str(models.decoder.tokenizer.path),
             **models.metadata,
@@ -140,7 +133,6 @@ def run(request: TextRequest) -> None:
     make_constraint = make_constraint_factory(request)
     with load_models(request) as models:
         prompt, constraint = models.decoder.encode(str(request.prompt)), make_constraint(models.decoder)
-    request = models.resolve_draft(request)
     max_tokens = resolve_max_tokens(request, models.decoder, len(prompt))
     runner = GenerationRunner(request, models, prompt, max_tokens, constraint)
     for i in range(request.samples):
@@ -205,11 +197,11 @@ class GenerationRunner:
         out = Console()
         if self.request.plain or find_obstacle(out):
             return PlainView(sys.stdout, sys.stderr)
-        return LivePanel(Window(out), statistics, self.max_tokens, self.request.labels, self.request.pace)
+        return LivePanel(Window(out), statistics, self.max_tokens, self.models.request.labels, self.request.pace)
 
     def _print_result(self, view: View, statistics: Statistics, seed: int) -> None:
         """Print the speed-up and speed of a generation on stderr, with --stats also all statistics."""
-        decoder, labels, errors = self.models.decoder, self.request.labels, Console(stderr=True)
+        decoder, labels, errors = self.models.decoder, self.models.request.labels, Console(stderr=True)
         is_hidden_panel = bool(labels.draft_label) and isinstance(view, LivePanel) and not view.was_drawn
         more = f"seed {seed}; more with --stats" + ", --pace 4 lets you watch" * is_hidden_panel
         is_coupled = decoder.verify == "coupled"

@@ -1,6 +1,5 @@
 """Resolution, loading and warm-up of the models that a request names, with a status line."""
 
-import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -10,10 +9,10 @@ from typing import cast
 
 import specdec
 from specdec.argument_checks import JSONDict
-from specdec.cli.common_options import DRAFT_KEYWORDS, ModelRequest, PromptRequest, RequestT
+from specdec.cli.common_options import DRAFT_KEYWORDS, ModelRequest, PromptRequest
 from specdec.cli.option_fields import PARAMETER_OPTIONS
 from specdec.cli.output_errors import print_message
-from specdec.draft.model_bundle import HEAD, LOOKUP, MTP
+from specdec.draft.model_bundle import LOOKUP, MTP
 from specdec.draft.settings import AUTO
 from specdec.engine.disk_prompt_cache import PromptCache
 from specdec.loaders import CheckpointError, optional_dependencies, read_json_object
@@ -25,7 +24,6 @@ from specdec.speculative_decoder import SpeculativeDecoder
 from specdec.text import structured_output
 from specdec.ui.progress import LOADING, STATUS_DELAY_S, TIMING, ProgressBar, show_status
 
-NO_PACKAGES: Mapping[str, str] = {}
 ANY_JSON_OBJECT = "json"  # value of --schema for any JSON object
 WARN_TEMPERATURE = 2.0  # above it, most outputs are noise
 WARN_KV_BYTES = 10**9  # KV cache of one sequence that prints a note
@@ -33,18 +31,12 @@ WARN_KV_BYTES = 10**9  # KV cache of one sequence that prints a note
 
 @dataclass
 class LoadedModels:
-    """The loaded decoder, and how long loading and warm-up took."""
+    """The loaded decoder, the request with the draft that was found, and how long loading and warm-up took."""
 
     decoder: SpeculativeDecoder
+    request: ModelRequest
     load_seconds: float = 0.0
     warmup_seconds: float = 0.0
-    found_draft: str = ""  # the path of a draft that was found next to the target
-
-    def resolve_draft(self, request: RequestT) -> RequestT:
-        """Return the request with draft "auto" replaced by the one that was loaded: a head, a model next to it, or lookup."""
-        if request.draft != AUTO:
-            return request
-        return replace(request, draft=(self.found_draft or MTP) if self.decoder.draft else LOOKUP)
 
     @property
     def metadata(self) -> JSONDict:
@@ -69,34 +61,22 @@ def load_models(request: ModelRequest, paths: list[str | Path] | None = None) ->
         begin = time.perf_counter()
         decoder = load_decoder(request, (target, draft, stage), lambda name, share: show(ProgressBar(f"{LOADING} {name}", share)))
         show(LOADING)
-        models = LoadedModels(decoder)
-        if request.draft == AUTO and draft not in DRAFT_KEYWORDS and decoder.draft:
-            models.found_draft = str(draft)
+        is_neighbour = request.draft == AUTO and draft not in DRAFT_KEYWORDS and bool(decoder.draft)
+        if request.draft == AUTO:
+            head_or_lookup = MTP if decoder.draft else LOOKUP
+            request = replace(request, draft=str(draft) if is_neighbour else head_or_lookup)
+        models = LoadedModels(decoder, request)
         yield models
         loaded = time.perf_counter()
         show(TIMING)
         decoder.warm_up()
         models.load_seconds, models.warmup_seconds = loaded - begin, time.perf_counter() - loaded
-    for note in describe_models(models):
-        print_message(note)
-
-
-def describe_models(models: LoadedModels) -> Iterator[str]:
-    """Yield notes on drafts: one that was found next to the target, one with another vocabulary, and one that is too large."""
-    decoder = models.decoder
-    if models.found_draft and decoder.draft:
-        name, weights = Path(models.found_draft).name, decoder.draft.weights.format_names
+    if is_neighbour and decoder.draft:
+        name, weights = Path(draft).name, decoder.draft.weights.format_names
         advice = "" if decoder.autotuner.is_draft_profitable else ", which does not pay: -d lookup starts sooner"
-        yield f"draft: {name} next to the model, {weights}, {decoder.autotuner.guess_cost:.2g} of a pass{advice}"
-    for name, n in decoder.shared.items():
-        if name != HEAD:  # heads share few tokens by design
-            known = f"{n:,} of the target's {decoder.n_ids:,} tokens"
-            yield f"the {name} has another vocabulary, with {known}, and proposes only those"
-    for (larger, larger_model), (smaller, smaller_model) in itertools.pairwise(decoder.bundle.models.items()):
-        smaller_mb, larger_mb = (each.weights.n_bytes / 10**6 for each in (smaller_model, larger_model))
-        if smaller_mb >= larger_mb and not smaller_model.config.experts:  # a token reads only a few experts
-            sizes = f"({smaller_mb:,.1f} and {larger_mb:,.1f} MB of weights)"
-            yield f"the {smaller} is not smaller than the {larger} {sizes}, so it saves no time; name the large model with -m"
+        print_message(f"draft: {name} next to the model, {weights}, {decoder.autotuner.guess_cost:.2g} of a pass{advice}")
+    for note in decoder.bundle.notes:
+        print_message(note)
 
 
 def load_decoder(
@@ -158,7 +138,7 @@ def find_model(name: str, candidates: Sequence[str] = ()) -> Path:
         return resolve_path(name, candidates=candidates)
 
 
-def resolve_model_paths(request: ModelRequest, packages: Mapping[str, str] = NO_PACKAGES) -> list[str | Path]:
+def resolve_model_paths(request: ModelRequest, packages: Mapping[str, str] | None = None) -> list[str | Path]:
     """Return the paths of target, draft and stage, and download the models if needed; keywords such as lookup are kept.
 
     The draft "auto" becomes the path of a draft next to the target, if there is one.
@@ -171,7 +151,7 @@ def resolve_model_paths(request: ModelRequest, packages: Mapping[str, str] = NO_
         CheckpointError: A package or a model is missing. All missing packages are reported before any download.
     """
     names = [str(request.model), request.draft, request.stage]
-    packages = {**packages, **(structured_output.REQUIRED_PACKAGES if request.schema or request.regex else {})}
+    packages = {**(packages or {}), **(structured_output.REQUIRED_PACKAGES if request.schema or request.regex else {})}
     files = ["" if name in DRAFT_KEYWORDS else name for name in names]
     if missing := optional_dependencies.format_missing_packages({**find_required_packages(files, request.tokenizer), **packages}):
         raise CheckpointError(missing)

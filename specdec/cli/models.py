@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from specdec.loaders import CheckpointError, hf_hub, optional_dependencies
 from specdec.loaders.model_aliases import read_aliases, set_alias
 from specdec.loaders.model_paths import OPTIONAL_SUFFIXES, find_local, find_required_packages
 from specdec.loaders.model_removal import compute_total_bytes, delete_files, list_model_files
-from specdec.loaders.packed_weights import ON, PackedModel, open_packed_weights
+from specdec.loaders.packed_weights import ON, delete_packed, open_packed_weights
 from specdec.ui.plain_views import sanitize_line
 from specdec.ui.progress import show_status
 from specdec.ui.text_layout import format_count
@@ -57,8 +56,6 @@ def run(request: ModelsRequest) -> None:
     with guard_output():
         if what in ACTIONS:
             ACTIONS[what](request, names)
-        elif what in LIST_WORDS and not (names or os.path.exists(what)):
-            list_models(request, "")
         elif names:
             raise ValueError(f"unexpected argument {names[0]!r}; expected FOLDER, or {ACTIONS_HELP}")
         else:
@@ -136,34 +133,21 @@ def clean_packed_weights(request: ModelsRequest, names: list[str]) -> None:
     Raises:
         ValueError: A name is given.
     """
+    from specdec.ui.models_table import format_total_bytes  # imported here, since most actions do not need it
+
     if names:
         raise ValueError(
             f"clean removes the packed weights of all models, got {names[0]!r}; rm NAME removes a model with its own"
         )
     files = delete_packed()
     n_models = len({each.model for each in files})
-    print(f"removed the packed weights of {n_models} model{'s' * (n_models != 1)} ({_format_bytes(files)})")
-
-
-def delete_packed(*models: Path) -> list[PackedModel]:
-    """Delete the packed weights of models, or all in the default folder, and return them."""
-    cache = open_packed_weights(ON)
-    if not cache:
-        return []
-    found = [each for each in cache.list_models() if not models or Path(each.model) in models]
-    for each in found:
-        cache.delete(each)
-    return found
-
-
-def _format_bytes(files: Sequence[PackedModel]) -> str:
-    return f"{format_count(sum(each.n_bytes for each in files))}B"
+    print(f"removed the packed weights of {n_models} model{'s' * (n_models != 1)} ({format_total_bytes(files)})")
 
 
 def list_models(request: ModelsRequest, folder: str) -> None:
     """Print the installed models and aliases, or the models of a folder, with the drafts that fit, as a table or JSON."""
     from specdec.draft.installed_models import list_entries, make_row  # imported here, since no other action needs it
-    from specdec.ui.models_table import make_cells, make_table
+    from specdec.ui.models_table import format_notes, make_cells, make_table
 
     with show_status("reading models"):
         found = list_entries((find_local(folder) or Path(folder)) if folder else None)
@@ -180,11 +164,7 @@ def list_models(request: ModelsRequest, folder: str) -> None:
     notes = [f"cannot be used: {entry.error}" for entry in broken]
     if not (rows or broken):
         notes.append(f"no models in {folder}" if folder else NO_MODELS_MESSAGE)
-    for alias, name in aliases.items():
-        notes.append(f"{alias} is an alias of {name}{'' if find_local(name) else ', which is not on this machine'}")
-    if packed:
-        names = ", ".join(sorted({Path(each.model).name or "an unknown model" for each in packed}))
-        notes.append(f"packed weights ({_format_bytes(packed)}): {names}; specdec models clean removes them")
+    notes += format_notes(aliases, packed)
     console = Console()
     prefix = f"{Path(folder)}{os.sep}" if folder else ""
     table = make_table([make_cells(row, prefix) for row in rows], console.width if console.is_terminal else None)
@@ -192,4 +172,3 @@ def list_models(request: ModelsRequest, folder: str) -> None:
 
 
 ACTIONS = {"pull": pull_models, "rm": remove_models, "name": add_alias, "clean": clean_packed_weights}
-LIST_WORDS = ("list", "ls")  # other programs' names of the same action

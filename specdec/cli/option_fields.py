@@ -17,7 +17,7 @@ PARAMETER_OPTIONS = {
     for name in (
         "stage", "template", "quantize", "kv", "pack", "gamma", "verify", "tree", "threads", "prompt", "stop", "max_tokens",
         "temperature", "top_p", "top_k", "seed", "prompts", "shape", "system", "min_p", "presence_penalty", "frequency_penalty",
-        "logit_bias",
+        "logit_bias", "shard",
     )
 } | {"target": "-m", "draft": "-d", "tokenizer": "-z", "repetition_penalty": "--repeat-penalty"}  # fmt: skip
 _PARAMETER_PATTERN = "|".join(PARAMETER_OPTIONS)

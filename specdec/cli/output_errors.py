@@ -40,11 +40,12 @@ def exit_with_error(message: str) -> NoReturn:
 
 
 def print_message(message: str) -> None:
-    """Print a message as one line on stderr, with "specdec: " in front and without control characters."""
-    from specdec.ui.plain_views import sanitize_line  # imported here, since it loads rich
+    """Print a message as one line on stderr, with "specdec: " in front, and with options in place of the library's parameters."""
+    from specdec.cli.option_fields import translate_parameters  # imported here, since they load typer and rich
+    from specdec.ui.plain_views import sanitize_line
 
     with suppress(OSError):
-        print(f"specdec: {sanitize_line(message)}", file=sys.stderr)
+        print(f"specdec: {sanitize_line(translate_parameters(message))}", file=sys.stderr)
 
 
 def print_version() -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import typer
 from rich.console import Console
 
-from specdec.cli.common_options import AS_JSON, PromptRequest, with_default_steps, with_models
+from specdec.cli.common_options import AS_JSON, PromptRequest, with_models
 from specdec.cli.model_loading import load_models, resolve_max_tokens
 from specdec.cli.output_errors import guard_output
 from specdec.cli.prompt_sources import read_prompt
@@ -27,7 +27,7 @@ class RaceRequest(PromptRequest):
         Raises:
             ValueError: The draft is "none", or the options contradict each other.
         """
-        request = with_models(with_default_steps(self), AUTO)
+        request = with_models(self, AUTO)
         if not request.draft:
             raise ValueError("race needs a draft; name another one with -d, or leave out -d")
         return replace(request, prompt=read_prompt(self.prompt))
@@ -46,19 +46,18 @@ def run(request: RaceRequest) -> None:
     with load_models(request) as models:
         decoder = models.decoder
         prompt = decoder.encode(str(request.prompt))
-    request = models.resolve_draft(request)
     max_tokens = resolve_max_tokens(request, decoder, len(prompt))
     with show_status(READING) as show:
         on_progress = make_progress_callback(show, READING)
         for share in decoder.read(prompt):
             on_progress(share)
         race = measure(decoder, prompt, max_tokens, request.sampling, make_progress_callback(show, "running both"))
-    out, labels, seed = Console(), request.labels, request.sampling.seed
+    out, labels, seed = Console(), models.request.labels, request.sampling.seed
     signals.begin_output()
     with guard_output():
         if request.as_json:
             text = decoder.tokenizer.decode(prompt + race.pair.tokens)
-            print(to_json(race, text, **request.model_names, seed=seed, **models.metadata))
+            print(to_json(race, text, **models.request.model_names, seed=seed, **models.metadata))
         else:
             if not find_obstacle(out):
                 RaceView(race, labels, Window(out)).play()

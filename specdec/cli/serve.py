@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specdec.argument_checks import JSONObject
 from specdec.cli.common_options import DRAFT_KEYWORDS, TEMPLATE, PromptCacheOptions, SpeculationOptions, with_models
 from specdec.cli.model_loading import (
     LoadedModels,
@@ -21,14 +20,11 @@ from specdec.cli.model_loading import (
     load_models,
     resolve_model_paths,
 )
-from specdec.cli.option_fields import argument, option, translate_parameters
+from specdec.cli.option_fields import argument, option
 from specdec.cli.output_errors import guard_output, print_message
 from specdec.draft.settings import AUTO
 from specdec.loaders import optional_dependencies
-from specdec.sampling import Sampling, override_sampling
 from specdec.speculative_decoder import SpeculativeDecoder
-from specdec.text.chat_template import TemplateError
-from specdec.text.conversation import ChatSettings
 from specdec.ui.plain_views import sanitize_line
 from specdec.ui.signals import signals
 from specdec.ui.stderr_log import StderrLog
@@ -54,12 +50,6 @@ class ServedRequest(SpeculationOptions, PromptCacheOptions):
     served_top_k: int | None = option(None, "-k, --top-k N", "Sampling", f"{_IF_UNSET} 0. 0: off.", min=0)
     cache: int = option(0, "--cache MB", "Server", "Memory for all KV caches. 0: half of what the weights leave free.", min=0)
     reasoning_budget: int = option(-1, "--reasoning-budget N", "Server", "Maximum tokens of a thought. -1: off.", min=-1)
-
-    def make_default_sampling(self, recommended: JSONObject) -> Sampling:
-        """Return the sampling settings of API requests that set none: from options, else `recommended`, else chat defaults."""
-        sampling = replace(ChatSettings(), **recommended).make_sampling(0)
-        names = ("temperature", "top_p", "top_k")
-        return override_sampling(sampling, **{name: getattr(self, f"served_{name}") for name in names})
 
     @property
     def name(self) -> str:
@@ -95,11 +85,6 @@ class ServeRequest(ServedRequest):
         """
         if self.api_key_file and self.no_key:
             raise ValueError("--api-key-file and --no-key contradict each other; leave one of them out")
-        if self.word and self.word.isdecimal():
-            raise ValueError(f"{self.word!r} is not a model; use --port {self.word} for the port")
-        host, _, port = self.host.rpartition(":")
-        if port.isdecimal() and host and ":" not in host.strip("[]"):
-            raise ValueError(f"--host {self.host} has a port in it; expected --host {host} --port {port}")
         if not (self.is_local or self.api_key_file or self.no_key):
             raise ValueError(f"--host {self.host} accepts other machines; use --api-key-file FILE for their keys, or --no-key")
         if self.models and (not os.path.isdir(self.models) or os.path.exists(os.path.join(self.models, "config.json"))):
@@ -140,7 +125,6 @@ def run(request: ServeRequest) -> None:
         if request.model:
             with load_models(request, paths) as models:
                 pass
-            request = models.resolve_draft(request)
         with guard_output():
             serve(request, models, sock, keys)
 
@@ -168,7 +152,8 @@ def serve(request: ServeRequest, models: LoadedModels | None, sock: socket.socke
     log = handler.write_line
     if models:
         manager = make_single_model_manager(make_served_model(request, models.decoder, request.name))
-        draft_note = f"; tokens are guessed {request.labels.draft_label}" if request.labels.draft_label else ""
+        draft_label = models.request.labels.draft_label
+        draft_note = f"; tokens are guessed {draft_label}" if draft_label else ""
         description = f"{request.name} ({models.decoder.weights}){draft_note}"
     else:
         source = InstalledModelSource(request.models, partial(load_served_model, request), not request.cache)
@@ -179,14 +164,11 @@ def serve(request: ServeRequest, models: LoadedModels | None, sock: socket.socke
             raise ValueError(f"{problem}; download one with specdec models pull org/name, or name one with -m")
         lister = f"specdec models {request.models}".strip()
         description = f"{n} models, each loaded on demand; {lister} lists them"
-    service = ServerState(manager)
-    app = AuthMiddleware(Endpoints(service), keys, {"localhost", request.host, socket.gethostname()}, log)
+    app = AuthMiddleware(Endpoints(ServerState(manager)), keys, {"localhost", request.host, socket.gethostname()}, log)
     listener = Listener(app, sock, request.grace, log)
     signals.begin_output(request.grace + EXIT_MARGIN_S)
-    host, port = sock.getsockname()[:2]
-    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     sock.listen()  # before the line that announces the address
-    print(f"{address} serves {description}", flush=True)
+    print(f"{listener.address} serves {description}", flush=True)
     listener.start()
     while listener.is_alive() and not signals.end_signal:
         signals.sleep(1.0)
@@ -203,13 +185,10 @@ def describe_model(request: ServedRequest, decoder: SpeculativeDecoder, name: st
     """Return a loaded decoder with its template and default sampling; print a note if it has no template or recommends some."""
     from specdec.server.generation_fields import ServedModel
 
-    template = None
-    try:
-        template = decoder.chat_template
-    except TemplateError as error:
-        print_message(f"chats are not available: {translate_parameters(str(error))}")
-    sampling = request.make_default_sampling(get_recommended_sampling(request, decoder))
-    return ServedModel(name, decoder, template, sampling, request.reasoning_budget)
+    options = {"temperature": request.served_temperature, "top_p": request.served_top_p, "top_k": request.served_top_k}
+    given = {option: value for option, value in options.items() if value is not None}
+    sampling = {**get_recommended_sampling(request, decoder), **given}
+    return ServedModel.from_decoder(name, decoder, sampling, request.reasoning_budget, print_message)
 
 
 def make_served_model(request: ServeRequest, decoder: SpeculativeDecoder, name: str) -> "ModelInstance":

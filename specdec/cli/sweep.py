@@ -116,8 +116,7 @@ def run(request: SweepRequest) -> None:
     svg_error = chart.write_svg(report, request.svg) if request.svg else ""  # before stdout, whose reader may have closed it
     with guard_output():
         if request.as_json:
-            n_seeds = max(sampling.seed for sampling in request.samplings)
-            options = {"quantize": request.quantize, "top_p": request.top_p, "rounds": request.rounds, "seeds": n_seeds}
+            options = {"quantize": request.quantize, "top_p": request.top_p, "rounds": request.rounds, "seeds": request.seeds}
             details = {**request.model_names, **models.metadata, **options, "threads": n_threads, "prompts": prompts}
             print(chart.to_json(report, **details))
         else:

@@ -18,7 +18,7 @@ T = TypeVar("T")
 Command: Any = next(base for base in TyperGroup.__mro__ if base.__name__ == "Command")
 MIN_COMMAND_SIMILARITY = 0.75  # above it a word is a misspelled command rather than a prompt
 # ollama's commands
-FOREIGN_COMMANDS = {"run": "chat", "pull": "models pull", "rm": "models rm", "list": "models list", "ls": "models ls"}
+FOREIGN_COMMANDS = {"run": "chat", "pull": "models pull", "rm": "models rm", "list": "models", "ls": "models"}
 TEXT_METAVARS = ("TEXT", "REGEX")  # of options that are not names of files or models
 TYPE_NAMES = {int: "a whole number", float: "a number"}
 
@@ -78,10 +78,7 @@ class Subcommand(CommandParameters, TyperCommand):
         ctx.allow_extra_args = True  # --help still works behind extra words
         words = list(super().parse_args(ctx, args))
         if words and not ctx.resilient_parsing:
-            taken = ("-m NAME for a model", "-i TEXT for a prompt", "-n N for the number of tokens")
-            names = {name for param in self.params for name in param.opts}
-            hint = ", ".join(each for each in taken if each.split()[0] in names)
-            raise ValueError(f"unexpected word {words[0]!r}; use {hint}; --help lists all options")
+            raise ValueError(f"unexpected word {words[0]!r}; use -m NAME for a model; --help lists all options")
         return words
 
 

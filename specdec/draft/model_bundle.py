@@ -459,6 +459,22 @@ class ModelBundle:
         shared = {name: model.n_shared_tokens for name, model in self.models.items()}
         return {name: n for name, n in shared.items() if n is not None and n < self.n_ids}
 
+    @property
+    def notes(self) -> list[str]:
+        """What limits the drafts, one line each: another vocabulary, or as many bytes as the model that they draft for."""
+        notes = list[str]()
+        for name, n in self.shared.items():
+            if name != HEAD:  # heads share few tokens by design
+                known = f"{n:,} of the target's {self.n_ids:,} tokens"
+                notes.append(f"the {name} has another vocabulary, with {known}, and proposes only those")
+        for (larger, larger_model), (smaller, smaller_model) in itertools.pairwise(self.models.items()):
+            smaller_mb, larger_mb = (each.weights.n_bytes / 10**6 for each in (smaller_model, larger_model))
+            if smaller_mb >= larger_mb and not smaller_model.config.experts:  # a token reads only a few experts
+                sizes = f"({smaller_mb:,.1f} and {larger_mb:,.1f} MB of weights)"
+                advice = "so it saves no time; name the large model with target=..."
+                notes.append(f"the {smaller} is not smaller than the {larger} {sizes}, {advice}")
+        return notes
+
 
 @pause_garbage_collection()
 def load_bundle(

@@ -252,6 +252,17 @@ def open_packed_weights(packed: str | os.PathLike[str]) -> PackedWeightsCache | 
     return PackedWeightsCache(folder) if folder else None
 
 
+def delete_packed(*models: Path) -> list[PackedModel]:
+    """Delete the packed weights of models, or all in the default folder, and return them."""
+    cache = open_packed_weights(ON)
+    if not cache:
+        return []
+    found = [each for each in cache.list_models() if not models or Path(each.model) in models]
+    for each in found:
+        cache.delete(each)
+    return found
+
+
 def get_default_folder() -> Path | None:
     """Return the folder of packed weights, next to the cached machine code; None if no folder is writable."""
     folder = code_cache.get_cache_dir()

@@ -7,6 +7,7 @@ that depend on caches and drafts, and a request without a seed gets one from its
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ AUXILIARY_PARSERS: dict[str, Callable[[JSONObject, ServedModel], AuxiliaryReques
 }
 URLS = (*GENERATION_PARSERS, *AUXILIARY_PARSERS)
 DROPPED_FIELDS = ("stream", "stream_options", "specdec")  # of bodies: a result is always whole and has no statistics
+SHARD_PATTERN = re.compile(r"([1-9][0-9]{0,5})/([1-9][0-9]{0,5})")
 MAX_IDLE_SLOTS = 64  # KV caches that are kept for prompts with a common prefix
 
 
@@ -103,6 +105,19 @@ def parse_lines(data: bytes) -> list[BatchLine]:
             request = BatchLine(number, request.custom_id, error=error)
         requests.append(request)
     return requests
+
+
+def select_shard(lines: Iterable[BatchLine], shard: str) -> list[BatchLine]:
+    """Return every N-th of the lines from line I on, for a shard "I/N".
+
+    Raises:
+        ValueError: The shard is not valid.
+    """
+    match = SHARD_PATTERN.fullmatch(shard)
+    if not match or int(match[1]) > int(match[2]):
+        raise ValueError(f"shard is {shard!r}; expected I/N with I from 1 to N, such as 1/4")
+    first, n_shards = int(match[1]), int(match[2])
+    return [line for line in lines if (line.number - first) % n_shards == 0]
 
 
 def read_done(path: Path, lines: Iterable[BatchLine]) -> set[str]:

@@ -3,13 +3,13 @@
 import math
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from specdec.argument_checks import JSONDict, check_choice, check_float, check_strings, shorten
+from specdec.argument_checks import JSONDict, JSONObject, check_choice, check_float, check_strings, shorten
 from specdec.engine.request import GenerationRequest, validate_request
 from specdec.loaders.model_loader import get_memory_headroom
 from specdec.protocols import Constraint
@@ -27,6 +27,7 @@ from specdec.server.field_validation import (
 from specdec.server.tool_parsers.base import ToolParser, ToolSchemas
 from specdec.speculative_decoder import SpeculativeDecoder
 from specdec.text.chat_template import ChatTemplate, ChatTokenizer, PromptTooLongError, TemplateError
+from specdec.text.conversation import ChatSettings
 from specdec.text.grammar_worker import WorkerLostError
 from specdec.text.reasoning_constraint import ReasoningConstraint
 from specdec.text.structured_output import ConstraintError, Grammar
@@ -65,6 +66,26 @@ class ServedModel:
     template: ChatTemplate | None
     default_sampling: Sampling = Sampling()  # noqa: RUF009 (immutable)
     reasoning_budget: int = -1
+
+    @classmethod
+    def from_decoder(
+        cls, name: str, decoder: SpeculativeDecoder, sampling: JSONObject, reasoning_budget: int, log: Callable[[str], object]
+    ) -> "ServedModel":
+        """Return a decoder with its chat template, if it has one.
+
+        Args:
+            name: The name that clients use.
+            decoder: The target and its draft models.
+            sampling: Sampling settings for the fields that a request leaves out, other than a chat's, by the names of `Sampling`.
+            reasoning_budget: Maximum number of tokens of a thought; -1 for no limit.
+            log: Called with a line if the model cannot chat.
+        """
+        template = None
+        try:
+            template = decoder.chat_template
+        except TemplateError as error:
+            log(f"chats are not available: {error}")
+        return cls(name, decoder, template, replace(ChatSettings(), **sampling).make_sampling(0), reasoning_budget)
 
     def get_cache_bytes(self, limit: int) -> int:
         """Return the memory limit of all KV caches in bytes: `limit`, or a share of what the weights leave free if it is 0."""

@@ -232,6 +232,12 @@ class Listener(threading.Thread):
         )
         self._server, self._sock = uvicorn.Server(config), sock
 
+    @property
+    def address(self) -> str:
+        """The URL of the server."""
+        host, port = self._sock.getsockname()[:2]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
     def run(self) -> None:
         """Serve requests until the server is stopped and its open responses have ended."""
         self._server.run([self._sock])

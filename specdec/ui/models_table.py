@@ -1,8 +1,11 @@
 """The table of `specdec models`."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from specdec.loaders.model_paths import find_local
+from specdec.loaders.packed_weights import PackedModel
 from specdec.ui.plain_views import sanitize_line
 from specdec.ui.text_layout import cell_width, format_count
 
@@ -68,3 +71,24 @@ def make_cells(row: Mapping[str, Any], prefix: str) -> dict[str, str]:
         "drafts that fit": drafts,
     }
     return {name: sanitize_line(text) for name, text in cells.items()}
+
+
+def format_notes(aliases: Mapping[str, str], packed: Sequence[PackedModel]) -> list[str]:
+    """Return the lines below the table, on aliases and on the packed weights on disk.
+
+    Args:
+        aliases: The name of the model of each alias.
+        packed: The files of packed weights.
+    """
+    notes = list[str]()
+    for alias, name in aliases.items():
+        notes.append(f"{alias} is an alias of {name}{'' if find_local(name) else ', which is not on this machine'}")
+    if packed:
+        names = ", ".join(sorted({Path(each.model).name or "an unknown model" for each in packed}))
+        notes.append(f"packed weights ({format_total_bytes(packed)}): {names}; specdec models clean removes them")
+    return notes
+
+
+def format_total_bytes(packed: Sequence[PackedModel]) -> str:
+    """Return the size of files of packed weights as text, such as "1.2 GB"."""
+    return f"{format_count(sum(each.n_bytes for each in packed))}B"

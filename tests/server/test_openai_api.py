@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from specdec import Prompt, Sampling, SpeculativeDecoder
+from specdec.cli import serve
 from specdec.engine.metrics import BUCKET_BOUNDS_S, Metrics, format_prometheus
 from specdec.events import TokenLogprob
 from specdec.server import access_control, body_limits, generation_response
@@ -98,11 +99,12 @@ def test_missing_fields_use_the_default_sampling_of_the_server(
     assert samplings == [(0.6, 20, 0.8), (0.1, 20, 0.8), (0.6, 3, 0.5), (0.6, 1, 0.0)]
 
 
-def test_default_sampling_prefers_options_to_recommendations() -> None:
-    from specdec.cli.serve import ServeRequest
-
+def test_default_sampling_prefers_options_to_recommendations(
+    decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def resolve(recommended: dict[str, float], **options: Any) -> tuple[float, int, float]:
-        sampling = ServeRequest(**options).make_default_sampling(recommended)
+        monkeypatch.setattr(serve, "get_recommended_sampling", lambda *_: recommended)
+        sampling = serve.describe_model(serve.ServeRequest(**options), decoder, "talker").default_sampling
         return sampling.temperature, sampling.top_k, sampling.top_p
 
     assert resolve({}) == (0.7, 0, 0.9)
