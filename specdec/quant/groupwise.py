@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from specdec.quant.dot4 import DOT4_BY_NAME, Dot4
 from specdec.quant.int8 import BYTES_PER_WORD, GROUP_HEADER_WORDS, QuantizedFormat, make_activation_getter
-from specdec.quant.matmul import Tile, TileShape, get_number, start_sums
+from specdec.quant.matmul import Tile, TileShape, get_number, prefetch_lines, start_sums
 from specdec.runtime import simd, tile_simd
 from specdec.runtime.code_cache import CompiledFunction, inlined, jitable, make_dispatcher
 from specdec.runtime.op_program import (
@@ -159,6 +159,11 @@ class GroupLayout(NamedTuple):
         return self.codes_offset + self.n_units * self.unit_words * PANEL_ROWS
 
     @property
+    def has_long_groups(self) -> bool:
+        """Whether a loop adds a group's products, one stored word after another."""
+        return self.bits <= 2 and self.n_groups == 1
+
+    @property
     def zero_point(self) -> int:
         """The code of a weight of 0, if there are no minima."""
         if self.has_minima:
@@ -216,11 +221,11 @@ def get_bit_fields(layout: GroupLayout) -> list[list[BitField]]:
     return fields
 
 
-def get_code_source(fields: list[BitField]) -> str:
-    """Return an expression for the code word of these fields, for the rows of a tile. `words` points to the codes of a unit."""
+def get_code_source(fields: list[BitField], pointer: str = "words") -> str:
+    """Return an expression for the code word of these fields, for the rows of a tile; `pointer` names one to stored word 0."""
     parts = []
     for field in fields:
-        part = f"load_vector(words, {field.word * PANEL_ROWS})"
+        part = f"load_vector({pointer}, {field.word * PANEL_ROWS})"
         if field.shift > field.to:
             part = f"shift_right({part}, {field.shift - field.to})"
         elif field.shift < field.to:
@@ -230,7 +235,7 @@ def get_code_source(fields: list[BitField]) -> str:
 
 
 GROUP_SUM_TEMPLATE = """
-def sum_group(words, i_group, xs, at):
+def sum_group(words, i_group, xs, at, ahead, ahead_step):
     sums = {start}
     {lines}
     return {end}
@@ -258,11 +263,11 @@ def get_zero_point(layout: GroupLayout, dot: Dot4) -> int:
 
 
 def make_group_sum_source(layout: GroupLayout, dot: Dot4, rows: int) -> str:
-    """Return the source of sum_group(words, i_group, xs, at) -> sum of (code - zero point) * x over a group, exactly.
+    """Return the source of sum_group, which returns the sum of (code - zero point) * x over a group, exactly.
 
     words points to the unit of the group, i_group is the group's number in the unit. xs are pointers to the activations of each
     token, whose group begins at word `at`. A line adds the products of one code word: LLVM would not unroll a loop over them if a
-    tile has many tokens.
+    tile has many tokens. A long group has a loop, which prefetches from `ahead` on, ahead_step bytes for each stored word.
     """
     start, end = "fill_vector(words, 0)", "sums"
     if get_zero_point(layout, dot):
@@ -270,11 +275,34 @@ def make_group_sum_source(layout: GroupLayout, dot: Dot4, rows: int) -> str:
     if get_zero_point(layout, dot) and is_token_major(layout, dot, rows):  # no register holds each token's correction meanwhile
         start, end = "fill_vector(words, 0)", "add(sums, advance(xs, at + 1))"
     fields, n = get_bit_fields(layout), layout.group_size // BYTES_PER_WORD
-    lines = get_product_lines(layout, dot, rows, fields[:n])
+    get_lines = get_long_group_lines if layout.has_long_groups else get_product_lines
+    lines = get_lines(layout, dot, rows, fields[:n])
     if layout.unit_groups > 1:
         last_lines = get_product_lines(layout, dot, rows, fields[n:])
         lines = ["if i_group == 0:", *(f"    {line}" for line in lines), "else:", *(f"    {line}" for line in last_lines)]
     return GROUP_SUM_TEMPLATE.format(start=start, lines="\n    ".join(lines), end=end)
+
+
+def get_long_group_lines(layout: GroupLayout, dot: Dot4, rows: int, fields: list[list[BitField]]) -> list[str]:
+    """Return the lines of sum_group for a long group: a loop over its stored words.
+
+    Without a loop, LLVM adds all words of one register of rows or one token before those of the next, keeps what it loaded or
+    unpacked on the stack meanwhile, and prefetches a block at once: TQ2_0 with AVX2 takes 1.75 and 1.45 times as long for 1 and 8
+    tokens.
+    """
+    n_codes = 8 // layout.bits  # code words of a stored word
+    n_words = min(layout.unit_words, 32 // n_codes)  # whose products fit 16-bit sums; see `count_words_in_16_bits`
+    lines = [
+        f"prefetch_lines(ahead, i * ahead_step, {rows * BYTES_PER_WORD})",
+        f"word, x = advance(words, i * {PANEL_ROWS}), advance(xs, at + {GROUP_HEADER_WORDS} + i * {n_codes})",
+    ]
+    for k in range(n_codes):
+        factors = f"{get_code_source(fields[k], 'word')}, advance(x, {k})"
+        lines.append(f"pairs = add_pairs(pairs, {factors})" if dot.pairs else f"sums = dot4(sums, {factors})")
+    lines = [f"for i in range(first, first + {n_words}):", *(f"    {line}" for line in lines)]
+    if dot.pairs:
+        lines = ["pairs = multiply_pairs(fill_vector(words, 0), advance(xs, at))", *lines, "sums = widen_pairs(sums, pairs)"]
+    return [f"for first in range(0, {layout.unit_words}, {n_words}):", *(f"    {line}" for line in lines)]
 
 
 def get_product_lines(layout: GroupLayout, dot: Dot4, rows: int, fields: list[list[BitField]]) -> list[str]:
@@ -302,7 +330,7 @@ def get_product_lines(layout: GroupLayout, dot: Dot4, rows: int, fields: list[li
 
 def make_group_sum(layout: GroupLayout, dot: Dot4, rows: int) -> CompiledFunction:
     """Return the compiled function of `make_group_sum_source`."""
-    names = vars(tile_simd) | dot._asdict() | {"get_number": get_number, "add": add}
+    names = vars(tile_simd) | dot._asdict() | {"get_number": get_number, "add": add, "prefetch_lines": prefetch_lines}
     if dot.pairs:
         names |= dot.pairs._asdict() | {"add_words": dot.pairs.make_word_adder(count_words_in_16_bits(layout))}
     if layout.codebook:
@@ -372,7 +400,7 @@ def make_group_tile(layout: GroupLayout, dot: Dot4, shape: TileShape) -> Callabl
     block_words, codes_offset = layout.block_words, layout.codes_offset
     n_scale_blocks = int(layout.has_row_scales)
     step_words = block_words // (block_words // PANEL_ROWS)  # that p.ahead_step covers
-    header_lines = ceil_div(codes_offset if n_groups > 1 else block_words, LINE_WORDS)
+    header_lines = ceil_div(codes_offset if n_groups > 1 or layout.has_long_groups else block_words, LINE_WORDS)
     unit_lines = unit_words // LINE_WORDS if n_groups > 1 else 0
 
     def tile(n_tokens, p):
@@ -387,6 +415,7 @@ def make_group_tile(layout: GroupLayout, dot: Dot4, shape: TileShape) -> Callabl
         for row in range(0, PANEL_ROWS, rows):
             outs = split_tokens(get_out(p.out.start, row), p.out.stride)
             share = line_step // n_row_blocks  # of the lines to prefetch
+            word_share = PANEL_ROWS // LINE_WORDS * share
             ahead = tile_simd.advance(p.ahead, row // rows * share * (p.n * block_words // LINE_WORDS))
             totals = start_sums(outs, rows, n_tokens, p.accumulate)
             row_scales = tile_simd.load_vector(get_out(p.w, row_scales_at), row)
@@ -400,10 +429,11 @@ def make_group_tile(layout: GroupLayout, dot: Dot4, shape: TileShape) -> Callabl
                     for line in range(0, unit_lines, n_row_blocks):
                         tile_simd.prefetch(ahead, unit_at // LINE_WORDS * share + line // n_row_blocks * line_step, 1)
                     words = get_words(p.w, unit_at + row)
+                    unit_ahead = tile_simd.advance(ahead, unit_at // LINE_WORDS * share)
                     for i_group in range(unit_groups):
                         g = unit * unit_groups + i_group
                         x_at = (block * n_groups + g) * x_words
-                        sums = sum_group(words, i_group, xs, x_at)
+                        sums = sum_group(words, i_group, xs, x_at, unit_ahead, word_share)
                         scales, minima = get_params(block_start, row, g)
                         if n_scale_blocks:
                             scales = mul(scales, row_scales)
