@@ -1,11 +1,9 @@
 """`specdec batch`: generates the results of a file of requests, and goes on where an earlier run stopped."""
 
-import codecs
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from specdec.argument_checks import wrap_read_errors
 from specdec.cli.common_options import with_models
 from specdec.cli.model_loading import load_models, resolve_model_paths
 from specdec.cli.option_fields import argument, option
@@ -38,8 +36,7 @@ def run(request: BatchJobRequest) -> None:
     if len(files) != 2:
         raise ValueError("expected two files: specdec batch IN.jsonl OUT.jsonl -m MODEL")
     source, target = files
-    with wrap_read_errors(source, ValueError):
-        lines = batch.parse_lines(source.read_bytes().removeprefix(codecs.BOM_UTF8))
+    lines = batch.read_lines(source)
     done = batch.read_done(target, lines)
     pending = [line for line in batch.select_shard(lines, request.shard) if line.id not in done]
     if not pending:

@@ -4,6 +4,7 @@ A result depends on its line alone, so a job can be stopped, continued and divid
 that depend on caches and drafts, and a request without a seed gets one from its line.
 """
 
+import codecs
 import hashlib
 import json
 import math
@@ -105,6 +106,12 @@ def parse_lines(data: bytes) -> list[BatchLine]:
             request = BatchLine(number, request.custom_id, error=error)
         requests.append(request)
     return requests
+
+
+def read_lines(path: Path) -> list[BatchLine]:
+    """Return the lines of the batch job in a file; raise ValueError if it cannot be read."""
+    with wrap_read_errors(path, ValueError):
+        return parse_lines(path.read_bytes().removeprefix(codecs.BOM_UTF8))
 
 
 def select_shard(lines: Iterable[BatchLine], shard: str) -> list[BatchLine]:
