@@ -12,7 +12,7 @@ from specdec.model_config import LayerConfig, ModelConfig, make_layer_configs
 
 DEFAULTS = hf.DEFAULTS | {
     "vocab_size": 65536, "hidden_size": 2560, "intermediate_size": 12288, "num_key_value_heads": 8,
-    "max_position_embeddings": 128000, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 1e6, "conv_bias": False,
+    "max_position_embeddings": 128000, "norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 1e6, "conv_bias": False,
     "conv_L_cache": 3, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True,
     "full_attn_idxs": None, "layer_types": None,
 }  # fmt: skip
@@ -21,7 +21,7 @@ MOE_DEFAULTS = DEFAULTS | {
     "num_experts_per_tok": 4, "num_experts": 32, "use_expert_bias": True, "routed_scaling_factor": 1.0, "norm_topk_prob": True,
     "block_auto_adjust_ff_dim": False,
 }  # fmt: skip
-KEY_ALIASES = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings", "norm_eps": "rms_norm_eps"}
+KEY_ALIASES = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}
 LAYER_TYPES = ("conv", hf.FULL_ATTENTION)
 HF_TENSORS = specs.set_rope_pairs(
     specs.make("%s.weight", tok_emb="embed_tokens", rms_final="embedding_norm", wcls="lm_head")
@@ -51,7 +51,8 @@ def parse_config(values: ConfigValues) -> ModelConfig:
     """Build the `ModelConfig` of a dense LFM2 model from the keys of config.json."""
     hf.reject_window(values)
     hf.reject_biases(values)
-    sizes = hf.parse_base_fields(values) | {"hidden_dim": compute_hidden_dim(values)}
+    sizes = hf.parse_base_fields(values)
+    sizes |= {"hidden_dim": compute_hidden_dim(values), "norm_eps": values.get_float("norm_eps", 0, 1)}
     conv = LayerConfig(mixer=ShortConvConfig(values.get_int("conv_L_cache"), values.get_bool("conv_bias")))
     layers = make_layer_configs(conv, get_conv_layers(values, sizes["n_layers"]), sizes["n_layers"])
     return ModelConfig(**sizes, attention=hf.parse_attention(values, qk_norm=True), layers=layers)

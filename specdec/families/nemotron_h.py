@@ -24,7 +24,7 @@ TYPES_KEY, PATTERN_KEY = "layers_block_type", "hybrid_override_pattern"
 SUM_EPS = 1e-20  # of the weights of the chosen experts
 DEFAULTS = hf.DEFAULTS | {
     "vocab_size": 131072, "intermediate_size": 21504, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096,
-    "mlp_hidden_act": "relu2", "rms_norm_eps": 1e-5, TYPES_KEY: None, PATTERN_KEY: None, "layer_types": None,
+    "mlp_hidden_act": "relu2", "layer_norm_epsilon": 1e-5, TYPES_KEY: None, PATTERN_KEY: None, "layer_types": None,
     "ssm_state_size": 128, "mamba_num_heads": 128, "mamba_head_dim": 64, "mamba_hidden_act": "silu", "n_groups": 8,
     "conv_kernel": 4, "use_conv_bias": True, "use_bias": False, "mamba_proj_bias": False, "n_routed_experts": 8,
     "moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688, "num_experts_per_tok": 2,
@@ -33,7 +33,6 @@ DEFAULTS = hf.DEFAULTS | {
 KEY_ALIASES = {
     "layer_types": TYPES_KEY, "mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias",
     "mamba_dt_limit": "time_step_limit", "num_local_experts": "n_routed_experts",
-    "layer_norm_epsilon": "rms_norm_eps",
 }  # fmt: skip
 PREFIX, IGNORED_NAMES = re.compile(r"(model|backbone)\."), re.compile(r"mtp\..*")
 HF_TENSORS = {
@@ -104,7 +103,8 @@ def parse_config(values: ConfigValues) -> ModelConfig:
     values.require("moe_latent_size", None)
     hf.reject_window(values)
     hf.reject_biases(values)
-    fields = hf.parse_base_fields(values, "mlp_hidden_act", ("relu2",), len(types)) | {"activation": "relu2"}
+    fields = hf.parse_base_fields(values, "mlp_hidden_act", ("relu2",), len(types))
+    fields |= {"norm_eps": values.get_float("layer_norm_epsilon", 0, 1), "activation": "relu2"}
     mamba = parse_mamba(values) if MAMBA in types else None
     if EXPERTS in types:
         fields["experts"] = parse_experts(values, types)

@@ -51,6 +51,15 @@ def test_missing_keys_have_the_defaults_of_the_family(tmp_path: Path) -> None:
     assert load_config(tmp_path / "gpt2", "gpt2", tie_word_embeddings=DELETED, layer_norm_epsilon=DELETED) == CONFIGS["gpt2"]
 
 
+@pytest.mark.parametrize(
+    ("name", "key"), [("lfm2", "norm_eps"), ("nemotron_h", "layer_norm_epsilon"), ("gpt2", "layer_norm_epsilon")]
+)
+def test_a_family_with_a_norm_eps_of_another_name_ignores_that_of_llama(tmp_path: Path, name: str, key: str) -> None:
+    """Follow transformers 5.23, in which these families do not read rms_norm_eps."""
+    assert load_config(tmp_path / "default", name, **{key: DELETED, "rms_norm_eps": 0.25}).norm_eps == 1e-5
+    assert load_config(tmp_path / "given", name, **{key: 0.5, "rms_norm_eps": 0.25}).norm_eps == 0.5
+
+
 def test_olmo_3_scales_rope_in_full_attention_layers_in_configs_of_any_transformers(tmp_path: Path) -> None:
     """Follow transformers 4.57: no list of layer types, one scaling for all; without scaling and windows it is an OLMo 2."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 2.0, "beta_slow": 0.1}
