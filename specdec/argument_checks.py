@@ -6,7 +6,7 @@ import math
 import operator
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from numbers import Real
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
@@ -182,6 +182,28 @@ def check_strings(name: str, value: object) -> list[str]:
     if "" in strings:
         raise ValueError(f"{name} contains ''; expected a string of at least one character")
     return strings
+
+
+def parse_list(
+    option: str, text: str, parse: Callable[[str], Choice], is_valid: Callable[[Choice], bool], expected: str
+) -> list[Choice]:
+    """Parse a comma-separated list into its distinct values, in order.
+
+    Args:
+        option: Name of the option, for the error.
+        text: The list.
+        parse: Converts one item; may raise ValueError.
+        is_valid: Returns whether a value is allowed.
+        expected: Description of the allowed values, for the error.
+
+    Raises:
+        ValueError: An item cannot be parsed or is not allowed.
+    """
+    with suppress(ValueError):
+        values = list(dict.fromkeys(parse(part.strip()) for part in text.split(",")))
+        if all(map(is_valid, values)):
+            return values
+    raise ValueError(f"{option} is {text!r}; expected {expected}, separated by commas")
 
 
 def replace_unknown_tokens(tokens: list[int], vocab_size: int) -> list[int]:

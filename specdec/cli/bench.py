@@ -6,11 +6,10 @@ from typing import cast, get_args
 from rich.console import Console
 from rich.table import Table
 
-from specdec.argument_checks import check_choice
+from specdec.argument_checks import check_choice, parse_list
 from specdec.cli.common_options import AS_JSON, KV, MODEL, Request
 from specdec.cli.option_fields import option
 from specdec.cli.output_errors import guard_output
-from specdec.cli.typer_commands import parse_list
 from specdec.loaders.model_loader import Loader, open_checkpoint
 from specdec.loaders.model_paths import resolve_path
 from specdec.model.model import KVFormatName

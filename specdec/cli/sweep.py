@@ -8,12 +8,12 @@ from functools import cached_property
 import typer
 from rich.console import Console
 
+from specdec.argument_checks import parse_list
 from specdec.cli.common_options import AS_JSON, TOP_P, ModelRequest, parse_gamma, with_models
 from specdec.cli.model_loading import load_models
 from specdec.cli.option_fields import option
 from specdec.cli.output_errors import guard_output, print_message
 from specdec.cli.prompt_sources import read_text_input
-from specdec.cli.typer_commands import parse_list
 from specdec.draft.draft_length import MAX_GAMMA
 from specdec.draft.settings import AUTO, Gamma
 from specdec.sampling import Sampling

@@ -3,10 +3,9 @@
 import difflib
 import math
 import shlex
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
@@ -14,7 +13,6 @@ from specdec.argument_checks import shorten
 from specdec.cli.option_fields import PANELS, decode_text
 from specdec.loaders.model_paths import is_model_name
 
-T = TypeVar("T")
 Command: Any = next(base for base in TyperGroup.__mro__ if base.__name__ == "Command")
 MIN_COMMAND_SIMILARITY = 0.75  # above it a word is a misspelled command rather than a prompt
 # ollama's commands
@@ -131,23 +129,3 @@ def format_usage_error(error: Any) -> str:
         longer = [option for option in options if option.startswith(error.option_name)]  # an abbreviation is not similar
         error.possibilities = longer or error.possibilities
     return f"{error.format_message().removeprefix('Invalid value: ').rstrip('.')}; --help lists all options"
-
-
-def parse_list(option: str, text: str, parse: Callable[[str], T], is_valid: Callable[[T], bool], expected: str) -> list[T]:
-    """Parse a comma-separated list into its distinct values, in order.
-
-    Args:
-        option: Name of the option, for the error.
-        text: The list.
-        parse: Converts one item; may raise ValueError.
-        is_valid: Returns whether a value is allowed.
-        expected: Description of the allowed values, for the error.
-
-    Raises:
-        ValueError: An item cannot be parsed or is not allowed.
-    """
-    with suppress(ValueError):
-        values = list(dict.fromkeys(parse(part.strip()) for part in text.split(",")))
-        if all(map(is_valid, values)):
-            return values
-    raise ValueError(f"{option} is {text!r}; expected {expected}, separated by commas")

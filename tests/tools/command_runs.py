@@ -17,7 +17,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 # Notes that appear on slow machines, and for models so small that an int8 target has fewer bytes than its draft.
-A_NOTE = re.compile(r"specdec: ((loading|reading|writing)\b.*\d+%|the (draft|stage) is not smaller than )")
+A_NOTE = re.compile(r"specdec: ((loading|reading|timing|writing)\b.*\d+%|the (draft|stage) is not smaller than )")
 
 
 @pytest.fixture
