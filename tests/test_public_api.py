@@ -146,7 +146,7 @@ def test_answer_returns_the_text_that_chat_streams(talking):
 
 def test_a_missing_chat_template_is_an_error_at_the_call(decoder):
     for call in (decoder.chat, decoder.answer, decoder.encode_chat):
-        with pytest.raises(TemplateError, match=r"stories6M\.bin has no chat template; name one .* llama2"):
+        with pytest.raises(TemplateError, match=r"stories6M\.bin has no chat template; use a model .* llama2"):
             call(CONVERSATION)
     named = SpeculativeDecoder(DEFAULT_TARGET, None, template="llama2")
     assert named.encode_chat(CONVERSATION) == decoder.encode(f"[INST] {CONVERSATION[0]['content']} [/INST]")
@@ -214,7 +214,7 @@ def test_a_bad_stop_string_is_refused(decoder, stop, error):
 def test_a_decoder_has_no_other_public_names(decoder):
     names = {name for name in dir(decoder) if not name.startswith("_")}
     calls = {"answer", "chat", "encode", "encode_chat", "generate", "read", "read_and_stream", "score", "stream", "warm_up"}
-    calls |= {"json_object", "json_schema", "regex"}
+    calls |= {"find_reasoning_marks", "json_object", "json_schema", "regex"}
     models = {"target", "draft", "stage", "tokenizer", "chat_template", "has_draft", "has_stage"}
     for_scheduler = {"bundle", "make_scheduler", "autotuner", "prompt_cache"}  # for the server
     properties = {"gamma", "verify", "tree", "n_ids", "n_positions", "shared", "weights"}

@@ -28,7 +28,7 @@ def test_every_kernel_equals_numpy() -> None:
     ("name", "line"),
     [
         ("fp32", "fma_loaded(w"),
-        ("int8", "prepare(load_vector(words"),
+        ("int8", "prepare(tile_simd.load_vector(words"),
         ("Q4_K", "sums = dot4(sums, bit_and(shift_right(load_vector(words, 96), 4), 0x0f0f0f0f), advance(xs, at + 10))"),
         ("MXFP4", "look_up("),
     ],

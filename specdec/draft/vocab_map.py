@@ -5,6 +5,7 @@ target's ids.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from specdec.argument_checks import shorten
 from specdec.layers.rope import TreeNode
@@ -25,20 +26,23 @@ class VocabMappedModel(Model):
         model: The draft model; its weights are shared.
         target_ids: See `VocabMapper`.
         n_ids: The number of rows of the target's vocabulary.
+        **options: Other options than the draft model's; see `Model`.
     """
 
-    def __init__(self, model: Model, target_ids: Sequence[int], n_ids: int) -> None:
+    def __init__(self, model: Model, target_ids: Sequence[int], n_ids: int, **options: Any) -> None:
         """Create a model that shares the weights of the draft model."""
-        super().__init__(model.config, model.weights, model.max_threads, model.n_positions, model.kv)
+        options = {"n_threads": model.max_threads, "n_positions": model.n_positions, "kv": model.kv} | options
+        super().__init__(model.config, model.weights, **options)
         self.n_threads = model.n_threads
+        self._draft = model
         self.target_ids = tuple(target_ids)
         self._draft_ids = dict.fromkeys(range(n_ids), UNKNOWN_TOKEN_ROW)
         self._draft_ids |= {token: row for row, token in enumerate(target_ids) if token >= 0}
         self.vocab_mapper = VocabMapper(target_ids, n_ids)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        """Return what pickle needs to rebuild the model with the same weights and token ids."""
-        return VocabMappedModel, (super().with_capacity(self.n_positions), self.target_ids, len(self._draft_ids))
+    def _get_parts(self) -> tuple[Any, ...]:
+        """Return the arguments of the constructor other than options."""
+        return self._draft, self.target_ids, len(self._draft_ids)
 
     @property
     def vocab_size(self) -> int:
@@ -49,10 +53,6 @@ class VocabMappedModel(Model):
     def n_shared_tokens(self) -> int:
         """Number of the target's tokens that the draft has."""
         return self.vocab_mapper.n_shared
-
-    def with_capacity(self, n_positions: int) -> Model:
-        """Return a model with the same weights and n_positions positions, and a lock of its own."""
-        return VocabMappedModel(super().with_capacity(n_positions), self.target_ids, len(self._draft_ids))
 
     def new_cache(self, hidden_layers: Sequence[int] = ()) -> KVCache:
         """Return an empty KV cache for a new sequence; see `Model.new_cache`."""
