@@ -39,8 +39,9 @@ def make_runner(decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch) ->
         events, calls = [Prompt([1], 0.0, PROMPT), *steps, Step([], [], 0, 0.0, 0.0, "eos", pieces=[""])], list[Any]()
         monkeypatch.setattr(decoder, "read_and_stream", lambda *given, **_: calls.append(given) or iter(events))
         settings = {"stop": [], "as_json": False, "plain": True, "pace": 0.0, "stats": False, **options}
-        request = SimpleNamespace(**settings, labels=ModelLabels("a"), get_settings=lambda models: {})
-        models = SimpleNamespace(decoder=decoder, load_seconds=0.0, warmup_seconds=0.0, metadata={})
+        request = SimpleNamespace(**settings, get_settings=lambda models: {})
+        resolved = SimpleNamespace(labels=ModelLabels("a"))
+        models = SimpleNamespace(decoder=decoder, request=resolved, load_seconds=0.0, warmup_seconds=0.0, metadata={})
         return GenerationRunner(cast(Any, request), cast(Any, models), [1], 99, None), calls
 
     return make
