@@ -361,7 +361,7 @@ def test_integer_weights_are_rejected(tmp_path: Path) -> None:
 def test_5000_damaged_heads_are_rejected_in_one_line_or_valid() -> None:
     """Run `python -m tests.tools.fuzz --only heads --case N` to repeat one."""
     ends = Counter(fuzz_heads.fuzz_head(random.Random(f"heads {case}")) for case in range(5000))
-    assert ends[REFUSED_IN_ONE_LINE] > 3500
+    assert ends[REFUSED_IN_ONE_LINE] > 3400
     assert ends[FINE] > 500
 
 
