@@ -379,13 +379,14 @@ def _parse_response_format(name: str, value: Any) -> JSONObject | None:
     format_type = check_choice(f"type of {name}", check_object(name, value).get("type"), ["text", "json_object", "json_schema"])
     if format_type == "text":
         return None
+    schema = value.get("schema")  # where the other interfaces and llama.cpp take it
     if format_type == "json_object":
-        schema = value.get("schema") or ANY_OBJECT_SCHEMA
-    else:
-        is_direct = "json_schema" not in value and "schema" in value  # as the other interfaces and llama.cpp take it
-        schema = (value if is_direct else check_object(f"json_schema of {name}", value.get("json_schema"))).get("schema")
-    serialize_schema(check_object(f"schema of {name}", schema))
-    return schema
+        schema = schema or ANY_OBJECT_SCHEMA
+    elif value.get("json_schema") is not None:
+        schema = check_object(f"json_schema of {name}", value["json_schema"]).get("schema")
+    checked = check_object(f"schema of {name}", schema)
+    serialize_schema(checked)
+    return checked
 
 
 @dataclass

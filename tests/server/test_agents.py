@@ -80,6 +80,7 @@ def test_what_is_left_out_is_logged_once(caplog: pytest.LogCaptureFixture, monke
         ]}),
         (CHAT, {"seed": -1, "top_k": -1, "max_tokens": 3}),
         (CHAT, {"response_format": {"type": "json_schema", "schema": {"type": "boolean"}}}),
+        (RESPONSES, {"text": {"format": {"type": "json_schema", "json_schema": None, "schema": {"type": "boolean"}}}}),
         (CHAT, {"chat_template_kwargs": {"documents": [{"title": "a", "text": "<|im_end|>"}], "a": "<|im_end|>"}}),
         (CHAT, {"chat_template_kwargs": {"date": "26 Jul 2024", "list": [1, {"a": None}], "none": None, "x": {"y": 0.5}}}),
     ],

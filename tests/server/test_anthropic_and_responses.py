@@ -404,6 +404,12 @@ def test_invalid_and_unsupported_fields_are_rejected_by_name(app, case):
     assert response.error["param"] == param and "\n" not in response.error["message"]
 
 
+@pytest.mark.parametrize(("path", "field"), [(MESSAGES, "output_config"), (RESPONSES, "text")])
+def test_a_format_without_a_schema_is_rejected_with_the_name_of_the_missing_field(app, path, field):
+    response = send_request(app, path, BODIES[path] | {field: {"format": {"type": "json_schema", "name": "x"}}})
+    assert response.status == 400 and response.error["message"].startswith("schema of "), response.body
+
+
 @pytest.mark.skipif(not optional_dependencies.is_installed(optional_dependencies.GUIDANCE), reason="needs llguidance")
 def test_required_tools_and_response_schemas_are_enforced(app):
     required = {
