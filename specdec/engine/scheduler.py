@@ -126,7 +126,7 @@ class Scheduler:
         if prefilling:
             prefilling = self._shares.hold_back(prefilling, batch.decoding)
             if not (batch.decoding and batch.decoding[0].has_tree):  # a tree runs alone
-                batch.chunks = self._select_prefill_chunks(prefilling, batch.decoding)
+                batch.chunks = self._select_prefill_chunks(prefilling, batch.n_tokens)
         self._is_prefill_turn = bool(prefilling) and not batch.chunks
         return batch
 
@@ -273,18 +273,22 @@ class Scheduler:
             if sequence.has_tree:
                 break
 
-    def _select_prefill_chunks(self, prefilling: list[Sequence], decode_batch: list[Sequence]) -> list[PrefillChunk]:
+    def _select_prefill_chunks(self, prefilling: list[Sequence], n_decode_tokens: int) -> list[PrefillChunk]:
         """Return the sequences to prefill in the next pass, each with the number of tokens of its chunk.
 
         Chunks are small enough that decoding sequences do not wait for long. The sequence with the fewest tokens left goes first;
         the sequences that wait for its prefix count too. The oldest sequence always gets a chunk.
+
+        Args:
+            prefilling: The sequences that may be prefilled.
+            n_decode_tokens: Tokens of the sequences that decode in the pass.
         """
         if not prefilling:
             return []
         budget = self._autotuner.prefill_limit.n_tokens
-        if decode_batch:
+        if n_decode_tokens:
             assert self._costs
-            cost, n_decode_tokens = self._costs.pass_cost, sum(1 + len(each.state.draft.tokens) for each in decode_batch)
+            cost = self._costs.pass_cost
             budget = MAX_BATCH_TOKENS - n_decode_tokens
             while (
                 budget > MIN_PREFILL_CHUNK_TOKENS and cost(n_decode_tokens + budget) - cost(n_decode_tokens) > MAX_ADDED_PREFILL_S
