@@ -27,7 +27,7 @@ from specdec.engine.request import GenerationRequest
 from specdec.engine.sequence import Sequence, SequenceStatus
 from specdec.events import Event, PrefillProgress, Step
 from specdec.kernels import MAX_BATCH_TOKENS
-from specdec.protocols import Drafter, LengthPolicy
+from specdec.protocols import Constraint, Drafter, LengthPolicy
 from specdec.speculative import DecodingState
 from specdec.verification import VERIFIERS
 
@@ -371,9 +371,9 @@ def make_decoding_state(
         memory: What earlier sequences of the same client have left for looked-up drafts.
     """
     bundle = autotuner.bundle
-    draft, vocabulary, target, eos_tokens = bundle.draft, bundle.draft.vocabulary, bundle.target, bundle.tokenizer.eos_tokens
+    vocabulary, target, eos_tokens = bundle.draft.vocabulary, bundle.target, bundle.tokenizer.eos_tokens
     # without a draft only forced tokens are verified, which each verifier accepts
-    verify = "coupled" if draft.is_empty else settings.verify
+    verify = "coupled" if bundle.draft.is_empty else settings.verify
     verifier = VERIFIERS[verify](vocabulary.n_target, request.sampling)
     # with other verifiers the output depends on the draft, so a prediction would change it
     is_predicted = bool(request.prediction) and verify == "coupled"
@@ -387,27 +387,37 @@ def make_decoding_state(
         drafter = None if is_too_fast else LookupDrafter(eos_tokens, request.sampling, memory, vocabulary.n_target, can_branch)
     else:
         drafter = bundle.make_drafter(caches, request.sampling, verifier, settings, is_alone, autotuner.draft_calibration)
-    policy: LengthPolicy = FixedLength(settings.fixed_gamma)
-    if costs and drafter and settings.is_adaptive and drafter.has_variable_length:
-        is_free = is_predicted or draft.model is None
-        acceptance = autotuner.acceptance if draft.model is None or not is_predicted else Acceptance(LOOKUP_ACCEPTANCE)
-        policy = DraftLengthPolicy(costs, acceptance, is_free)
-    constraint = request.constraint
-    if request.sampling.has_logit_adjustments:
-        from specdec.text.logit_processors import ProcessedConstraint
-
-        constraint = ProcessedConstraint(constraint, request.sampling, vocabulary.n_target)
     return DecodingState(
         [*request.prompt],
         request.max_tokens,
         target.n_positions,
         drafter,
         verifier,
-        policy,
+        _make_length_policy(autotuner, settings, costs, drafter, is_predicted),
         eos_tokens,
-        constraint,
+        _make_constraint(request, vocabulary.n_target),
         target.longrope_threshold,
         request.top_logprobs,
         bundle.n_ids,
         autotuner.step_costs,
     )
+
+
+def _make_length_policy(
+    autotuner: Autotuner, settings: SpeculativeSettings, costs: CostModel | None, drafter: Drafter | None, is_predicted: bool
+) -> LengthPolicy:
+    """Return the draft length policy of a sequence; `is_predicted` says whether it drafts from a predicted output."""
+    if not (costs and drafter and settings.is_adaptive and drafter.has_variable_length):
+        return FixedLength(settings.fixed_gamma)
+    has_draft_model = autotuner.bundle.draft.model is not None
+    acceptance = Acceptance(LOOKUP_ACCEPTANCE) if is_predicted and has_draft_model else autotuner.acceptance
+    return DraftLengthPolicy(costs, acceptance, is_free=is_predicted or not has_draft_model)
+
+
+def _make_constraint(request: GenerationRequest, n_target: int) -> Constraint | None:
+    """Return the constraint of a request, wrapped in one that adjusts logits if its sampling has penalties or biases."""
+    if not request.sampling.has_logit_adjustments:
+        return request.constraint
+    from specdec.text.logit_processors import ProcessedConstraint
+
+    return ProcessedConstraint(request.constraint, request.sampling, n_target)
