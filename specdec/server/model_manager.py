@@ -59,7 +59,7 @@ def start_instance(
     kb_per_token = (target.get_sequence_bytes(2048) - target.get_sequence_bytes(1024)) / 1_024_000
     total = f"at most {cache_bytes / 10**9:.1f} GB in total"
     log(f"the KV cache takes {kb_per_token:.1f} kB per token in {target.kv}, and {total}")
-    threading.Thread(target=prewarm, args=(model.decoder,), name="awake", daemon=True).start()
+    threading.Thread(target=prewarm, args=(model.decoder,), name="prewarm", daemon=True).start()
     return ModelInstance(model, EngineThread(model.decoder, max_running, max_waiting, cache_bytes), int(time.time()))
 
 
