@@ -61,7 +61,9 @@ class GenerationKwargs(SamplingOverrides, total=False):
 
 
 def validate_request(request: GenerationRequest, bundle: ModelBundle) -> GenerationRequest:
-    """Check all values of a request but its prompt, which `ModelBundle.encode` has checked, and return them as their types.
+    """Check the values of a request, and return it with its numbers, strings and token ids as Python's own types.
+
+    The prompt must be the result of `ModelBundle.encode`, which has checked it.
 
     Raises:
         ValueError: If a value is not valid, or the sequence exceeds the context length or the memory.

@@ -115,7 +115,11 @@ def read_lines(path: Path) -> list[BatchLine]:
 
 
 def select_shard(lines: Iterable[BatchLine], shard: str) -> list[BatchLine]:
-    """Return every N-th of the lines from line I on, for a shard "I/N".
+    """Return the lines of one of the parts into which a job is divided among machines.
+
+    Args:
+        lines: The lines of the job.
+        shard: "I/N" for every N-th line from line I on.
 
     Raises:
         ValueError: The shard is not valid.
@@ -258,7 +262,7 @@ class BatchRunner:
             self._jobs.clear()
 
     def format_summary(self, n_done: int, seconds: float, draft_label: str) -> str:
-        """Return how much was generated in which time, and what the draft brought.
+        """Return one line with the numbers of results and tokens, the speed, and the acceptance rate of draft tokens.
 
         Args:
             n_done: Number of results.
