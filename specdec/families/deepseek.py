@@ -282,7 +282,9 @@ def list_unused_gguf(config: ModelConfig) -> Iterator[str]:
     return (gguf.LAYER_WEIGHT.format(i) % "attn_kv_b" for i in range(config.n_layers))
 
 
-HF_FAMILY = HFFamily("deepseek_v2", V2_DEFAULTS, parse_v2_config, HF_TENSORS, (hf.FUSED_EXPERT_TENSORS,))
+HF_FAMILY = HFFamily(
+    "deepseek_v2", V2_DEFAULTS, parse_v2_config, HF_TENSORS, (hf.FUSED_EXPERT_TENSORS,), supported_keys=hf.EXPERT_COUNT_KEYS
+)
 HF_V3_FAMILY = replace(
     HF_FAMILY, name="deepseek_v3", defaults=V3_DEFAULTS, parse_config=parse_v3_config,
     mtp_specs=(HF_MTP_TENSORS, hf.FUSED_EXPERT_TENSORS),

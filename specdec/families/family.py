@@ -37,7 +37,8 @@ class HFFamily:
         mtp_specs: Specs of the MTP head that the files may contain, then alternatives for these specs.
         prefix: Regex of the prefix of stored names.
         ignored_names: Regex of the names of tensors that are never needed.
-        supported_keys: Keys of `hf_common.NEUTRAL_VALUES` that the family supports.
+        supported_keys: Keys of `hf_common.NEUTRAL_VALUES` that the family supports. Keys of expert counts count as
+            supported if they are in `defaults`.
         key_aliases: A dict from other names of keys to the names that we use.
         multimodal_types: A dict from the model_type of multimodal files that have this family in text_config to whether these
             files tie the embedding to the classifier.

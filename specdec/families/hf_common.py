@@ -37,7 +37,7 @@ DEFAULTS: JSONDict = {
     "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "bos_token_id": 1, "eos_token_id": 2,
     "sliding_window": None, "rope_theta": 10000.0,
 }  # fmt: skip
-EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")  # supported by families with experts
+EXPERT_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Keys that change the arithmetic in some family, and their values that change nothing.
 NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     key: neutral
@@ -139,9 +139,11 @@ def reject_biases(values: ConfigValues) -> None:
 def check_unsupported_keys(values: ConfigValues, family: HFFamily) -> None:
     """Raise CheckpointError if a config.json has a setting that changes the arithmetic and that its family does not support.
 
-    In a family whose defaults have no layer_types, all layers have full attention.
+    A family supports the keys of expert counts that are in its defaults or aliases. In a family whose defaults have no
+    layer_types, all layers have full attention.
     """
-    supported = family.supported_keys + (EXPERT_COUNT_KEYS if "router" in family.tensor_specs else ())
+    count_keys = [key for key in EXPERT_COUNT_KEYS if key in family.defaults or key in family.key_aliases]
+    supported = [*family.supported_keys, *count_keys]
     check_neutral_values(values, NEUTRAL_VALUES, supported)
     if "layer_types" not in family.defaults:
         reject_window(values)

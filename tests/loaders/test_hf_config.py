@@ -456,6 +456,8 @@ BAD_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
         )
     ),
     ("olmoe", {"num_experts_per_tok": 8}, "n_experts_used is 8"),
+    ("mixtral", {"num_experts": 7}, "num_experts is 7"),
+    ("bailing_moe_v2", {"n_routed_experts": 7}, "n_routed_experts is 7"),
     ("granitemoe", {"num_local_experts": 2**31 - 1}, "has the shape"),
     ("granitemoe_shared", {"shared_intermediate_size": 0}, "not part of"),
     ("granite_h", {"layer_types": None}, "layer_types is null; expected attention or mamba for each of 4 layers"),
