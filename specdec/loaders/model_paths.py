@@ -265,17 +265,20 @@ def _suggest_similar(path: Path, candidates: Sequence[str]) -> str:
 def _find_local_path(path: Path) -> Path | None:
     """Return the existing file or folder of a path, or of a name in models/; None if there is none.
 
-    A repository's folder in the hub's cache becomes its snapshot folder.
+    A repository's folder in the hub's cache becomes the snapshot folder of the last download, or the only one.
 
     Raises:
-        CheckpointError: The path cannot be accessed, or the repository lacks the snapshot of its last download.
+        CheckpointError: The path cannot be accessed, or the repository has no snapshot that is the latest or the only one.
     """
     found = _find_first_existing(_list_candidate_paths(path))
     if not found or not (found / "snapshots").is_dir() or (found / "config.json").exists():
         return found
-    if not (snapshot := hf_hub.find_snapshot(found)):
+    if snapshot := hf_hub.find_snapshot(found):
+        return snapshot
+    snapshots = [each for each in found.glob("snapshots/*") if each.is_dir()]
+    if len(snapshots) != 1:
         raise CheckpointError(f"{found} is a folder of the hub's cache without a latest snapshot; name one of those in it")
-    return snapshot
+    return snapshots[0]
 
 
 def _list_candidate_paths(path: Path) -> list[Path]:

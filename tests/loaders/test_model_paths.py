@@ -40,6 +40,11 @@ def test_a_folder_of_the_hub_cache_resolves_to_its_snapshot() -> None:
     assert model_paths.find_local(str(folder)) == folder / "snapshots" / "def" and is_model_name(str(folder))
 
 
+def test_the_only_snapshot_needs_no_ref() -> None:
+    folder = make_repository("abc", main="gone")
+    assert resolve_path(folder) == folder / "snapshots" / "abc"
+
+
 def test_a_cache_folder_without_its_latest_snapshot_advises_to_name_one() -> None:
     assert get_error(str(make_repository("abc", "def"))).endswith("without a latest snapshot; name one of those in it")
 
