@@ -461,7 +461,7 @@ class ModelBundle:
 
     @property
     def notes(self) -> list[str]:
-        """What limits the drafts, one line each: another vocabulary, or as many bytes as the model that they draft for."""
+        """Notes on what limits the drafts: another vocabulary, or no fewer bytes than the model that they draft for."""
         notes = list[str]()
         for name, n in self.shared.items():
             if name != HEAD:  # heads share few tokens by design

@@ -266,7 +266,12 @@ def parse_partial_rope(rope: ConfigValues, values: ConfigValues, *sources: Confi
 def parse_plain_partial_rope(values: ConfigValues, has_sections: bool = False) -> RopeConfig:
     """Return the RoPE config, without scaling, of a model in which RoPE may rotate only a part of each attention head.
 
-    has_sections: See `parse_rope`.
+    Args:
+        values: The keys of config.json.
+        has_sections: See `parse_rope`.
+
+    Raises:
+        CheckpointError: A value is not supported.
     """
     rope = get_rope_values(values)
     rope.require("rope_type", "default")

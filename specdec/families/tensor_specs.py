@@ -1,4 +1,4 @@
-"""Where the tensors of a model lie in its files, and how to convert them to the layout that our blocks take.
+"""Specs of where the tensors of a model lie in its files, and how to convert them to the layout that our blocks take.
 
 Shapes: D dim, F hidden dim, E experts.
 """

@@ -3,7 +3,7 @@
 A row is a model in a weight format under a setting. It has the hash of the output that the model generates with its draft (tokens
 and numbers of accepted draft tokens), of the logits of that whole sequence, and of a draw from each: probabilities, token and
 margin. A new row is a new fixture or a new entry in `CASES`. A changed hash means another output for some seed, and needs a new
-`__arithmetic__` in specdec.py. The table also has the config of each fixture.
+`__arithmetic__` in specdec/__init__.py. The table also has the config of each fixture.
 """
 
 import hashlib
