@@ -20,7 +20,6 @@ MULTIPLIER_KEYS = (
     "embedding_multiplier", "lm_head_multiplier", "key_multiplier", "attention_in_multiplier", "attention_out_multiplier",
     "ssm_in_multiplier", "ssm_out_multiplier",
 )  # fmt: skip
-LIST_KEYS = {"mlp_multipliers": 2, "ssm_multipliers": 5}
 DEFAULTS = hf.DEFAULTS | dict.fromkeys(MULTIPLIER_KEYS, 1.0) | {
     "vocab_size": 128000, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 8192,
     "rms_norm_eps": 1e-5, "mamba_d_ssm": 1024, "mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_n_groups": 1,
