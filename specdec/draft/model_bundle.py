@@ -407,8 +407,9 @@ class ModelBundle:
             model.get_sequence_bytes(min(n_tokens, model.n_positions), True, n_hidden_layers if model is self.target else 0)
             for model in self.models.values()
         )
-        is_large = draft is not None and draft.weights.matrices["classifier"].n_rows >= MIN_TRIMMED_ROWS
-        return n_bytes + (count_panel_bytes(draft) if draft and is_large else 0)
+        if draft and draft.weights.matrices["classifier"].n_rows >= MIN_TRIMMED_ROWS:
+            n_bytes += count_panel_bytes(draft)
+        return n_bytes
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """Return the token ids of a prompt, given as a string or as token ids, which are checked.
