@@ -146,10 +146,8 @@ def make_column_reader(rows: int, look_up: CompiledFunction) -> CompiledFunction
         rows: Rows of a vector, from `row` on.
         look_up: (codes, table) -> bytes, one of `look_up_bytes` and its portable version.
     """
-    get_words, get_half = (
-        tile_simd.make_pointer_getter(simd.INT32_STORAGE, rows),
-        tile_simd.make_pointer_getter(simd.INT32_STORAGE, min(rows, HALF_ROWS)),
-    )
+    get_words = tile_simd.make_pointer_getter(simd.INT32_STORAGE, rows)
+    get_half = tile_simd.make_pointer_getter(simd.INT32_STORAGE, min(rows, HALF_ROWS))
     get_table = tile_simd.make_pointer_getter(simd.INT32_STORAGE, tile_simd.TABLE_BYTES // 4)
     has_both_halves = rows > HALF_ROWS
 

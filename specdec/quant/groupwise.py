@@ -374,9 +374,9 @@ def make_param_reader(layout: GroupLayout, rows: int, lanes: int) -> CompiledFun
     def get_nibble_products(block, first_row, g):
         scales, minima = get_halves_of_rows(block, first_row, g)
         factors = tile_simd.load_vector(get_bytes(block, factors_offset + g * PANEL_BYTE_WORDS), first_row)
-        return mul(scales, tile_simd.to_float(tile_simd.bit_and(factors, 15))), mul(
-            minima, tile_simd.to_float(tile_simd.shift_right(factors, 4))
-        )
+        scale_factors = tile_simd.to_float(tile_simd.bit_and(factors, 15))
+        minimum_factors = tile_simd.to_float(tile_simd.shift_right(factors, 4))
+        return mul(scales, scale_factors), mul(minima, minimum_factors)
 
     if layout.has_byte_scales:
         return get_byte_scales

@@ -165,10 +165,8 @@ def make_float_tile(storage: simd.StorageDtype | None, shape: TileShape) -> Call
 
 def make_pair_tile(shape: TileShape) -> Callable[..., None]:
     """Return a tile over two panels, `stride` items apart, which has more chains for few tokens; see `make_float_tile`."""
-    get_weights, get_out = (
-        tile_simd.make_pointer_getter(None, PANEL_ROWS),
-        tile_simd.make_pointer_getter(simd.FP32_STORAGE, PANEL_ROWS),
-    )
+    get_weights = tile_simd.make_pointer_getter(None, PANEL_ROWS)
+    get_out = tile_simd.make_pointer_getter(simd.FP32_STORAGE, PANEL_ROWS)
     split_tokens = tile_simd.make_row_splitter(shape.n_tokens)
 
     def tile(n_tokens, p):
