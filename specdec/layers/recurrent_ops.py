@@ -239,7 +239,7 @@ class TokenStep(NamedTuple):
 
     Attributes:
         t: Index of the token in the pass.
-        slot: Slot of the token's position in the rings of all heads.
+        slot: Slot of the token's position, counted through the rings of all heads.
         beta: Factor of the token's delta.
     """
 
@@ -369,12 +369,11 @@ def prepare_inputs(run, thread, p, head, decay_column):
     Queries and keys are L2-normed, and queries divided by sqrt(K). They go to scratch; keys and decays go to their rings.
     decay_column: Column of p.x where the heads' inputs of the decays begin.
     """
-    n_keys, padded = p.key_dim, p.rates.size // 2
+    n_keys, key_at, padded = p.key_dim, p.keys.shape[2], p.rates.size // 2  # key_at: in scratch, after the query
     key_head = head % p.n_key_heads if p.tiled_heads else head // (p.lengths.shape[0] // p.n_key_heads)
     for t in range(run.n_tokens):
         slot = (run.pos + t) % RING_SLOTS
         normalize_rows(p.scratch, thread, t, 0, p.x, key_head * n_keys, n_keys, np.float32(1.0) / sqrt(np.float32(n_keys)))
-        key_at = p.keys.shape[2]
         normalize_rows(p.scratch, thread, t, key_at, p.x, (p.n_key_heads + key_head) * n_keys, n_keys, np.float32(1.0))
         for k in range(n_keys):
             p.keys[head, slot, k] = p.scratch[thread, t, key_at + k]
