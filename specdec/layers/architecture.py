@@ -19,7 +19,7 @@ from specdec.quant import WeightFormat
 from specdec.runtime.op_program import Executor, Op, Program
 from specdec.runtime.simd import MAX_TILE_TOKENS, Float32
 
-NOTHING: Mapping[int, Program] = MappingProxyType({})
+NO_PROGRAMS: Mapping[int, Program] = MappingProxyType({})
 
 
 class Architecture(ABC):
@@ -66,7 +66,7 @@ class Architecture(ABC):
     def final_norm(self, config: ModelConfig, weights: Weights, b: Buffers) -> Op:
         """Return the op that writes the last norm of x, of all tokens, to b.normed."""
 
-    def program(self, config: ModelConfig, weights: Weights, b: Buffers, before: Mapping[int, Program] = NOTHING) -> Program:
+    def program(self, config: ModelConfig, weights: Weights, b: Buffers, before: Mapping[int, Program] = NO_PROGRAMS) -> Program:
         """Return the forward pass over weights and buffers: embed, then each layer, then classify.
 
         Args:

@@ -346,7 +346,7 @@ def route(run: ForwardContext, thread: int, p: RoutingArgs) -> None:
     for t in range(run.n_tokens):
         row, at = t * width, t * n_experts_used
         # scores that choose experts
-        max_score, nan_sum = splat(-np.inf), np.float32(0.0)
+        max_score, nan_or_zero = splat(-np.inf), np.float32(0.0)
         for i in range(0, width, LANES):
             score_vector = load(p.scores, row + i)
             if p.scoring == SIGMOID:
@@ -355,7 +355,7 @@ def route(run: ForwardContext, thread: int, p: RoutingArgs) -> None:
         for expert in range(n_experts):
             score = p.scores[t, expert]
             if score != score:  # a NaN of an expert that is not chosen makes the token NaN, too
-                nan_sum = score
+                nan_or_zero = score
             max_score = maximum(splat(score), max_score)
         minus_max = splat(-reduce_max(max_score))
         if p.scoring == BIASED_SOFTMAX:
@@ -376,7 +376,7 @@ def route(run: ForwardContext, thread: int, p: RoutingArgs) -> None:
             share = p.probs[thread, expert] / divisor
             if p.scoring == SPARSEMIXER:
                 share = get_sparse_share(p.scores, t, n_experts, chosen[thread], at, at + rank, p.eps)
-            weights[at + rank] = share * p.scale + nan_sum
+            weights[at + rank] = share * p.scale + nan_or_zero
             if p.expert_scales.size > 0:
                 weights[at + rank] *= p.expert_scales[expert]
     assign_slots(p, thread, run.n_tokens * n_experts_used)
