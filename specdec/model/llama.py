@@ -159,7 +159,7 @@ class Llama(Architecture):
             b.layer_inputs = make_layer_inputs(config, b.new)
 
     def embed(self, config: ModelConfig, weights: Weights, b: Buffers) -> Program:
-        """Return the program that sets x to the tokens' embeddings, scaled or normed, and computes per-layer inputs if any."""
+        """Return the program of x = embedding, scaled or normed, plus any learned positions, and of any per-layer inputs."""
         scale = config.embedding_scale / config.residual_scale
         scale_ops = [scale_rows(b.x[0], scale, config.dim)] if scale != 1 else []
         lookup = [weights.matrices["embedding"].embed(b.x[0], b.tokens), *scale_ops]

@@ -53,7 +53,7 @@ class Dot4(NamedTuple):
         dot4: (sums, weights, x) -> sums plus 4 products.
         is_signed: Whether `prepare` returns w - 128 instead of w.
         max_tokens: Maximum number of tokens of a tile.
-        pairs: For weights of few bits that are not prepared; None: `dot4` is as fast.
+        pairs: Sums in 16 bits for weights of few bits, which are not prepared; None: `dot4` is as fast.
     """
 
     name: str

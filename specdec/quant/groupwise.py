@@ -222,7 +222,10 @@ def get_bit_fields(layout: GroupLayout) -> list[list[BitField]]:
 
 
 def get_code_source(fields: list[BitField], pointer: str = "words") -> str:
-    """Return an expression for the code word of these fields, for the rows of a tile; `pointer` names one to stored word 0."""
+    """Return an expression for the code word of these fields, for the rows of a tile.
+
+    pointer: Name of the variable that points to stored word 0.
+    """
     parts = []
     for field in fields:
         part = f"load_vector({pointer}, {field.word * PANEL_ROWS})"
@@ -300,7 +303,7 @@ def get_long_group_lines(layout: GroupLayout, dot: Dot4, rows: int, fields: list
         factors = f"{get_code_source(fields[k], 'word')}, advance(x, {k})"
         lines.append(f"pairs = add_pairs(pairs, {factors})" if dot.pairs else f"sums = dot4(sums, {factors})")
     lines = [f"for i in range(first, first + {n_words}):", *(f"    {line}" for line in lines)]
-    if dot.pairs:
+    if dot.pairs:  # the first product makes 16-bit zeros
         lines = ["pairs = multiply_pairs(fill_vector(words, 0), advance(xs, at))", *lines, "sums = widen_pairs(sums, pairs)"]
     return [f"for first in range(0, {layout.unit_words}, {n_words}):", *(f"    {line}" for line in lines)]
 
@@ -446,7 +449,7 @@ def make_group_tile(layout: GroupLayout, dot: Dot4, shape: TileShape) -> Callabl
 
 
 def make_tile(layout: GroupLayout, instruction_set: str) -> tuple[Tile, CompiledFunction]:
-    """Return the tile over weights of a group layout for a `choose_dot4` instruction set, and its `make_activation_getter`."""
+    """Return the tile over weights of a group layout for a `choose_dot4` instruction set, and its function get_activations."""
     dot = DOT4_BY_NAME[instruction_set]
     tile = Tile(functools.partial(make_group_tile, layout, dot), dot.choose_tile_shape, dot.max_tokens)
     return tile, make_activation_getter(get_zero_point(layout, dot))

@@ -92,7 +92,7 @@ def make_int8_tile(dot: Dot4, shape: TileShape) -> Callable[..., None]:
 
 
 def make_tile(instruction_set: str) -> tuple[Tile, CompiledFunction]:
-    """Return the tile over int8 weights for an instruction set of `choose_dot4`, and its `make_activation_getter`."""
+    """Return the tile over int8 weights for an instruction set of `choose_dot4`, and its function get_activations."""
     dot = DOT4_BY_NAME[instruction_set]
     zero_point = 0 if dot.is_signed else 128
     return Tile(partial(make_int8_tile, dot), dot.choose_tile_shape, dot.max_tokens), make_activation_getter(zero_point)

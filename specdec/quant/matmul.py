@@ -234,7 +234,10 @@ class Tile:
 
 
 def _make_switch(tiles: list[CompiledFunction]) -> Callable[..., None]:
-    """Return a function that calls one of several tiles, that of n_tokens tokens, with a constant number of tokens."""
+    """Return a function that calls the tile for n_tokens tokens, with a constant number of tokens.
+
+    Its source has a branch for each tile, since numba cannot index a tuple of different functions.
+    """
     cases = (f"    if n_tokens == {t}:\n        tile_{t}({t}, args)\n" for t in range(1, len(tiles) + 1))
     names: dict[str, Any] = {f"tile_{t}": tile for t, tile in enumerate(tiles, 1)}
     exec("def call_tile(n_tokens, args):\n" + "".join(cases), names)

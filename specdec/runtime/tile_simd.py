@@ -182,7 +182,13 @@ class PairOps(NamedTuple):
 
 
 def make_pair_ops(multiply: Emitter, widen: Emitter, shorts_per_word: int) -> PairOps:
-    """Return the `PairOps` of functions that emit the products of a vector, with this many numbers per word, and their sums."""
+    """Return the `PairOps` of an instruction set.
+
+    Args:
+        multiply: Emits the 16-bit products of two vectors of bytes, or sums of two products.
+        widen: Emits int32 sums plus the 16-bit sums of each word.
+        shorts_per_word: Number of 16-bit numbers that `multiply` returns for a word.
+    """
 
     def get_result(words: VectorType) -> VectorType:
         return VectorType(types.int16, shorts_per_word * words.lanes, words.n_parts)
