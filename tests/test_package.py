@@ -90,8 +90,8 @@ OUTSIDE = {
     "sampling": {"numpy"},
     "logprobs": {"numpy"},
     "kernels": {"numpy"},
-    "quant": {"numba", "numpy", "llvmlite"},  # llvmlite comes with numba
-    "runtime": {"numba", "numpy", "llvmlite"},
+    "quant": {"numba", "numpy"},
+    "runtime": {"numba", "numpy", "llvmlite"},  # llvmlite comes with numba
     "argument_checks": {"numpy"},
 }
 
