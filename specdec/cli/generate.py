@@ -3,7 +3,6 @@
 import re
 import shlex
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 from rich.console import Console
@@ -15,7 +14,7 @@ from specdec.cli.option_fields import decode_text, option
 from specdec.cli.output_errors import guard_output, print_version
 from specdec.cli.prompt_sources import STDIN, read_prompt
 from specdec.draft.settings import AUTO
-from specdec.events import Event, PrefillProgress, Prompt, Statistics
+from specdec.events import Prompt, Statistics
 from specdec.loaders.model_paths import is_model_name, is_text_file
 from specdec.protocols import Constraint
 from specdec.sampling import Sampling
@@ -167,7 +166,6 @@ class GenerationRunner:
         decoder, stops = self.models.decoder, self.request.stop or ()
         statistics = Statistics(len(self.prompt))
         view = self._make_view(statistics)
-        events: Iterator[Event | PrefillProgress]
         marks = decoder.find_reasoning_marks(self.prompt)
         events = decoder.read_and_stream(self.prompt, self.max_tokens, sampling, marks, stop=stops, constraint=self.constraint)
         thought_filter = None

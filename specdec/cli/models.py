@@ -17,6 +17,7 @@ from specdec.loaders.model_aliases import read_aliases, set_alias
 from specdec.loaders.model_paths import OPTIONAL_SUFFIXES, find_local, find_required_packages
 from specdec.loaders.model_removal import compute_total_bytes, delete_files, list_model_files
 from specdec.loaders.packed_weights import ON, delete_packed, open_packed_weights
+from specdec.ui.models_table import format_notes, format_total_bytes, make_cells, make_table
 from specdec.ui.plain_views import sanitize_line
 from specdec.ui.progress import show_status
 from specdec.ui.text_layout import format_count
@@ -133,12 +134,8 @@ def clean_packed_weights(request: ModelsRequest, names: list[str]) -> None:
     Raises:
         ValueError: A name is given.
     """
-    from specdec.ui.models_table import format_total_bytes  # imported here, since most actions do not need it
-
     if names:
-        raise ValueError(
-            f"clean removes the packed weights of all models, got {names[0]!r}; rm NAME removes a model with its own"
-        )
+        raise ValueError(f"clean takes no name, got {names[0]!r}; rm NAME removes a model with its packed weights")
     files = delete_packed()
     n_models = len({each.model for each in files})
     print(f"removed the packed weights of {n_models} model{'s' * (n_models != 1)} ({format_total_bytes(files)})")
@@ -147,7 +144,6 @@ def clean_packed_weights(request: ModelsRequest, names: list[str]) -> None:
 def list_models(request: ModelsRequest, folder: str) -> None:
     """Print the installed models and aliases, or the models of a folder, with the drafts that fit, as a table or JSON."""
     from specdec.draft.installed_models import list_entries, make_row  # imported here, since no other action needs it
-    from specdec.ui.models_table import format_notes, make_cells, make_table
 
     with show_status("reading models"):
         found = list_entries((find_local(folder) or Path(folder)) if folder else None)
