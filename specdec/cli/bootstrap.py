@@ -31,8 +31,8 @@ def main() -> None:
 
     signals.install()
     with suppress(ValueError):  # numba reports it
-        if (n_threads := int(os.environ.get("NUMBA_NUM_THREADS", "1"))) > _MAX_THREADS:
-            exit_with_error(f"the environment variable NUMBA_NUM_THREADS is {n_threads}; set at most {_MAX_THREADS}, or unset it")
+        if not 1 <= (n_threads := int(os.environ.get("NUMBA_NUM_THREADS", "1"))) <= _MAX_THREADS:
+            exit_with_error(f"the environment variable NUMBA_NUM_THREADS is {n_threads}; set 1 to {_MAX_THREADS}, or unset it")
     warnings.filterwarnings("error", "Environment variable 'NUMBA_", RuntimeWarning)
     warnings.filterwarnings("ignore", "Could not obtain multiprocessing lock")  # no /dev/shm; we never fork
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads are unused, and each takes 30 MB
@@ -47,8 +47,11 @@ def main() -> None:
         cause: BaseException = error  # packages wrap it in advice of many lines
         while cause.__context__:
             cause = cause.__context__
-        hint = "specdec needs 600 MB of memory, also under a limit (ulimit -v)"
-        exit_with_error(f"cannot load the packages that specdec needs: {str(cause).rstrip('.') or 'not enough memory'}; {hint}")
+        reason = str(cause).rstrip(".") or "not enough memory"
+        # Without memory, loading a library fails with "failed to map segment" or "Cannot allocate memory".
+        if isinstance(cause, MemoryError) or "memory" in reason or "map segment" in reason:
+            reason += "; specdec needs 600 MB of memory, also under a limit (ulimit -v)"
+        exit_with_error(f"cannot load the packages that specdec needs: {reason}")
     gc.freeze()
     gc.enable()
     command.main()
