@@ -110,6 +110,8 @@ class ModelRequest(Request):
         parse_quantize(self.quantize)
         if self.schema and self.regex:
             raise ValueError("--schema and --regex exclude each other; leave one of them out")
+        if "prompt_cache_size" in self.given and not self.prompt_cache:
+            raise ValueError("--prompt-cache-size needs --prompt-cache DIR")
         if self.threads > (n := get_available_threads()):
             raise ValueError(f"threads is {self.threads}; expected at most {n} (this machine has {get_topology().description})")
         _ = self.draft_settings

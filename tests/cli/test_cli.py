@@ -153,6 +153,7 @@ INVALID_OPTIONS = [
     (["-d", "self", "--quantize", "both=int8"], "int8 already"), (["-Q"], "-Q"), (["--nonsense"], "--nonsense"),
     (["--temperatur", "1"], "--temperature"), (["--gama", "1"], "--gamma"), (["--top_p", "1"], "--top-p"),
     (["--promt", "x"], "--prompt"), (["-g"], "-g"), (["--prompt"], "--prompt"),
+    (["--prompt-cache-size", "5"], "--prompt-cache-size needs --prompt-cache DIR"),
     (["extra", "words"], "got 2 words: 'extra words'; name a draft with -d, and put quotes"),
 ]  # fmt: skip
 
