@@ -10,7 +10,7 @@ from rich.console import Console
 from specdec.argument_checks import JSONDict, check_strings, shorten
 from specdec.cli.common_options import AS_JSON, ConstraintOptions, PromptCacheOptions, PromptRequest, with_models
 from specdec.cli.model_loading import LoadedModels, load_models, make_constraint_factory, resolve_max_tokens
-from specdec.cli.option_fields import decode_text, option
+from specdec.cli.option_fields import decode_argument, option
 from specdec.cli.output_errors import guard_output, print_version
 from specdec.cli.prompt_sources import STDIN, read_prompt
 from specdec.draft.settings import AUTO
@@ -75,7 +75,7 @@ class TextRequest(ConstraintOptions, PromptCacheOptions, PromptRequest):
         """
         words = self.context.args if self.context else []
         models = [word for word in words if word != STDIN and is_model_name(word)]
-        texts = [decode_text(word) for word in words if word not in models]
+        texts = [decode_argument(word) for word in words if word not in models]
         reject_misplaced_words(words, has_prompt=self.prompt is not None or bool(self.file))
         if len(models) > 1 or len(texts) > 1:
             advice = "name a draft with -d, and put quotes around a prompt of several words, or use -i TEXT"

@@ -47,13 +47,13 @@ def argument(metavar: str, help: str) -> Any:
     return typer.Argument(None, metavar=metavar, help=help, show_default=False)
 
 
-def decode_text(value: Any) -> Any:
+def decode_argument(value: Any) -> Any:
     """Return a text of the command line, or a list of texts, decoded as UTF-8 even if the locale has another encoding.
 
     None, and bytes that are not UTF-8, stay as they are.
     """
     if isinstance(value, list):
-        return [decode_text(each) for each in value]
+        return [decode_argument(each) for each in value]
     with suppress(TypeError, UnicodeError):
         return os.fsencode(value).decode()
     return value

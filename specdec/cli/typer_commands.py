@@ -10,7 +10,7 @@ from typing import Any
 from typer.core import TyperCommand, TyperGroup
 
 from specdec.argument_checks import shorten
-from specdec.cli.option_fields import PANELS, decode_text
+from specdec.cli.option_fields import PANELS, decode_argument
 from specdec.loaders.model_paths import is_model_name
 
 Command: Any = next(base for base in TyperGroup.__mro__ if base.__name__ == "Command")
@@ -34,7 +34,7 @@ def convert_value(param: Any, context: Any, value: Any) -> Any:
     """
     number_type, limits = param.type_descriptor.annotation, param.type_descriptor.parameter_info
     if param.metavar in TEXT_METAVARS:
-        return decode_text(value)
+        return decode_argument(value)
     if number_type not in TYPE_NAMES or not isinstance(value, str):
         return param.callback(context, param, value) if param.callback else value  # of Typer's own flags
     least = -math.inf if limits.min is None else limits.min
