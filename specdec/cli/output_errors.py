@@ -1,4 +1,4 @@
-"""How a run ends: error lines on stderr, closed pipes and full disks. Loads only the standard library."""
+"""Error lines, exit codes of failed output, and the version. Importing this module loads only the standard library."""
 
 import os
 import sys
