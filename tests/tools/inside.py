@@ -1,6 +1,6 @@
 """The private parts of the package that tests read, in one place: a change inside the package changes this file alone."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specdec import SpeculativeDecoder
 from specdec.draft.draft_length import CostCurve
@@ -8,7 +8,9 @@ from specdec.engine.autotuner import Autotuner
 from specdec.engine.prefix_cache import KVSlot
 from specdec.text.chat_template import Message
 from specdec.text.conversation import Conversation
-from specdec.ui.chat import ChatSession
+
+if TYPE_CHECKING:  # tests of the engine read this file without specdec.ui
+    from specdec.ui.chat import ChatSession
 
 
 def get_decoder(conversation: Conversation) -> SpeculativeDecoder:
@@ -20,7 +22,7 @@ def get_visible_messages(conversation: Conversation) -> list[Message]:
     return conversation._get_visible_messages()
 
 
-def enter(chat: ChatSession, line: str) -> None:
+def enter(chat: "ChatSession", line: str) -> None:
     """Give a line to a chat as if it had been typed."""
     chat._handle_input(line)
 
