@@ -356,7 +356,7 @@ def _emit_part_load(
 def _emit_prefetch(
     builder: ir.IRBuilder, arg_types: Sequence[types.Type], pointer: ir.Value, offset: ir.Value, is_write: int = 0
 ) -> None:
-    keep, data = 3, 1
+    keep, data = 2, 1  # the second-level cache: see docs/experiments/packed-panels.md
     at = builder.gep(builder.bitcast(pointer, I8.as_pointer()), [offset])
     flags = [ir.Constant(I32, flag) for flag in (is_write, keep, data)]
     call_llvm_intrinsic(builder, "llvm.prefetch.p0", ir.VoidType(), at, *flags)
