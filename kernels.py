@@ -26,7 +26,7 @@ from specdec.layers.kv_formats import KV_FORMATS
 from specdec.loaders.gguf_blocks import BlockTensor
 from specdec.quant import BF16, FP16, FP32, INT4, INT8, PACKED_BF16, WeightFormat, bf16_12bit, groupwise, int8, matmul
 from specdec.quant.dot4 import DOT4_BY_NAME
-from specdec.quant.gguf_repacking import BLOCK_TYPES, WEIGHT_FORMATS, dequantize
+from specdec.quant.gguf_repacking import BLOCK_TYPES, NVFP4, WEIGHT_FORMATS, dequantize
 from specdec.quant.packed_matrix import pack_matrix
 from specdec.runtime.memory import LazyMemory, zeros
 from specdec.runtime.op_program import Executor, Op
@@ -244,7 +244,9 @@ def random_blocks(name: str, rows: int, n: int) -> BlockTensor | None:
     raw = rng.integers(0, 256, (rows * n // block.layout.block_columns, block.n_bytes), np.uint8)
     for at in block.scale_offsets:
         raw[:, at : at + 2] = (rng.standard_normal(len(raw)) * 0.002).astype(np.float16).view(np.uint8).reshape(-1, 2)
-    if not block.scale_offsets:  # an exponent of two
+    if name == NVFP4:  # four scales of 5 bits of exponent and 3 of fraction
+        raw[:, :4] = rng.integers(0, 40, (len(raw), 4))
+    elif not block.scale_offsets:  # an exponent of two
         raw[:, 0] = rng.integers(118, 124, len(raw))
     return BlockTensor(raw.reshape(rows, -1), name, name)
 

@@ -9,7 +9,7 @@ import pytest
 import kernels
 from tests.tools.checkpoint_files import ROOT
 
-SMALL = ["--dim", "96", "--hidden-dim", "160", "--heads", "3", "--kv-heads", "1", "-t", "3", "-s", "40", "-j", "1"]
+SMALL = ["--dim", "256", "--hidden-dim", "160", "--heads", "2", "--kv-heads", "1", "-t", "3", "-s", "40", "-j", "1"]
 
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -20,7 +20,7 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_every_kernel_equals_numpy() -> None:
     done = run("kernels.py", *SMALL)
     assert done.returncode == 0, done.stdout
-    for name in ("rms_norm", "rope", "attention_q8", "matmul fp32", "matmul int8", "matmul Q4_0", "embed MXFP4"):
+    for name in ("rms_norm", "rope", "attention_q8", "matmul fp32", "matmul int8", "matmul Q4_0", "matmul Q4_K", "embed NVFP4"):
         assert name in done.stdout
 
 
