@@ -21,12 +21,15 @@ Shapes: n draft tokens, V vocabulary.
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from specdec.events import Proposal, Step, StopReason, TokenLogprob
 from specdec.protocols import Constraint, Drafter, LengthPolicy
 from specdec.runtime.simd import Float32
 from specdec.verification import Draft, Verifier
+
+if TYPE_CHECKING:
+    from specdec.text.logit_processors import LogitsProcessor
 
 CONSTRAINT_STOP_REASON: StopReason = "eos"  # for a complete constraint if the model has no end-of-sequence tokens
 MAX_FORCED_TOKENS = 31  # in a proposal that a constraint forces: half a pass
@@ -63,6 +66,7 @@ class DecodingState:
         top_logprobs: Number of most probable tokens to report with each token; None for no log probabilities.
         n_ids: Number of token ids that the target can generate.
         step_costs: The cost of a step, as in `Step.cost`, by its number of draft tokens; empty if it is not known.
+        processor: Adjusts the target's logits by the tokens so far; None if the sampling settings adjust none.
         draft: The last proposal.
         stop_reason: Why the sequence ended; None while it is being generated.
     """
@@ -79,6 +83,7 @@ class DecodingState:
     top_logprobs: int | None = None
     n_ids: int | None = None
     step_costs: Sequence[float] = ()
+    processor: "LogitsProcessor | None" = None
     draft: Draft = field(default_factory=lambda: Draft([]), init=False)
     stop_reason: StopReason | None = field(default=None, init=False)
 
@@ -87,6 +92,8 @@ class DecodingState:
         # The last token is never run, so a sequence may have one token more than the target has positions.
         self._max_length = min(len(self.tokens) + self.max_tokens, self.n_positions + 1)
         self._constraint_state = self.constraint.begin(self.tokens) if self.constraint else None
+        if self.processor:
+            self.processor.update(self.tokens)
         self._is_forced, self._draft_seconds = False, 0.0  # whether the constraint made the last proposal; time of making it
 
     @property
@@ -141,12 +148,14 @@ class DecodingState:
             ValueError: If no token can be drawn from the logits.
         """
         draft, constraint = self.draft, self._constraint_state
-        unmasked = logits.copy() if self.top_logprobs is not None and constraint else logits
+        unmasked = logits.copy() if self.top_logprobs is not None and (constraint or self.processor) else logits
         # Draft tokens after the end do not belong to the sequence, nor does the target's token there.
         if draft.tokens and draft.parents is None and (end := self._find_end(draft.tokens)) is not None:
             draft, logits = replace(draft, tokens=draft.tokens[:end]), logits[:end]
         if constraint:
             constraint.mask_logits(logits, draft)
+        if self.processor:
+            self.processor.apply_to_draft(logits, draft)
         tokens, n_accepted = self.verifier.verify(logits, draft, len(self.tokens))
         if draft.parents is not None and (end := self._find_end(tokens[:n_accepted])) is not None:
             tokens, n_accepted = tokens[:end], end
@@ -185,6 +194,8 @@ class DecodingState:
             self.stop_reason = self.eos_tokens[new[-1]]
             new = new[:-1]
         self.tokens += new
+        if self.processor:
+            self.processor.update(self.tokens)
         if self._constraint_state:
             self._constraint_state.commit(new)
             if self._constraint_state.is_complete:  # the first name, since which token was drawn depends on the proposal

@@ -10,7 +10,7 @@ from specdec.model.kv_cache import KVCache
 from specdec.model.model import Model, get_token_headroom
 from specdec.protocols import LengthPolicy
 from specdec.runtime.simd import Float32, ceil_div
-from specdec.sampling import Sampler, find_top_k
+from specdec.sampling import Sampler, Sampling, find_top_k
 from specdec.verification import Draft
 
 if TYPE_CHECKING:
@@ -68,11 +68,7 @@ class ModelDrafter:
         self._sampler, self._get_stream, self._eos_tokens = sampler, noise, eos_tokens
         self._vocab_size = self._model.vocab_size  # the target may know more tokens
         self._probs_buffers: list[Float32] = []
-        self._logits_processor: LogitsProcessor | None = None
-        if sampler.sampling.has_logit_adjustments:
-            from specdec.text import logit_processors
-
-            self._logits_processor = logit_processors.LogitsProcessor(sampler.sampling, sampler.n_ids)
+        self._logits_processor = make_logits_processor(sampler.sampling, sampler.n_ids)
         self._classifier: TrimmedClassifier | None = None
         if isinstance(cache, KVCache):  # which an earlier sequence may have used
             cache.trimmed_classifier = None
@@ -150,3 +146,17 @@ class ModelDrafter:
             return 0
         step = max(self._model.n_positions // 2, 1)
         return int(ceil_div(max(n_tokens - self._model.n_positions, 0), step)) * step
+
+
+def make_logits_processor(sampling: Sampling, n_ids: int) -> "LogitsProcessor | None":
+    """Return a processor of one sequence's logits if the sampling settings have penalties, biases or min_p, else None.
+
+    Args:
+        sampling: The sampling settings.
+        n_ids: The number of ids that can be sampled.
+    """
+    if not sampling.has_logit_adjustments:
+        return None
+    from specdec.text.logit_processors import LogitsProcessor  # imported here, since most sequences need none
+
+    return LogitsProcessor(sampling, n_ids)

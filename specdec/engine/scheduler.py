@@ -16,6 +16,7 @@ from specdec.draft.draft_length import CostModel, DraftLengthPolicy, FixedLength
 from specdec.draft.lookup import LookupDrafter, PredictionDrafter
 from specdec.draft.lookup_tables import LookupMemory
 from specdec.draft.model_bundle import SequenceCaches
+from specdec.draft.model_drafters import make_logits_processor
 from specdec.draft.settings import SpeculativeSettings
 from specdec.engine.autotuner import Autotuner
 from specdec.engine.fair_share import FairShare
@@ -27,7 +28,7 @@ from specdec.engine.request import GenerationRequest
 from specdec.engine.sequence import Sequence, SequenceStatus
 from specdec.events import Event, PrefillProgress, Step
 from specdec.kernels import MAX_BATCH_TOKENS
-from specdec.protocols import Constraint, Drafter, LengthPolicy
+from specdec.protocols import Drafter, LengthPolicy
 from specdec.speculative import DecodingState
 from specdec.verification import VERIFIERS
 
@@ -395,11 +396,12 @@ def make_decoding_state(
         verifier,
         _make_length_policy(autotuner, settings, costs, drafter, is_predicted),
         eos_tokens,
-        _make_constraint(request, vocabulary.n_target),
+        request.constraint,
         target.longrope_threshold,
         request.top_logprobs,
         bundle.n_ids,
         autotuner.step_costs,
+        make_logits_processor(request.sampling, vocabulary.n_target),
     )
 
 
@@ -412,12 +414,3 @@ def _make_length_policy(
     has_draft_model = autotuner.bundle.draft.model is not None
     acceptance = Acceptance(LOOKUP_ACCEPTANCE) if is_predicted and has_draft_model else autotuner.acceptance
     return DraftLengthPolicy(costs, acceptance, is_free=is_predicted or not has_draft_model)
-
-
-def _make_constraint(request: GenerationRequest, n_target: int) -> Constraint | None:
-    """Return the constraint of a request, wrapped in one that adjusts logits if its sampling has penalties or biases."""
-    if not request.sampling.has_logit_adjustments:
-        return request.constraint
-    from specdec.text.logit_processors import ProcessedConstraint
-
-    return ProcessedConstraint(request.constraint, request.sampling, n_target)

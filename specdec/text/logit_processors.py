@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from specdec.protocols import Constraint, ConstraintState
 from specdec.sampling import Sampling
 from specdec.verification import Draft
 
@@ -103,79 +102,10 @@ class LogitsProcessor:
             self.apply(row)
         return row
 
-
-class ProcessedConstraintState:
-    """The state of one sequence with processed logits and, if there is one, an inner constraint; a `protocols.ConstraintState`.
-
-    Args:
-        state: The inner constraint's state, or None.
-        processor: The processor of the sequence.
-        prompt: The token ids of the prompt.
-    """
-
-    def __init__(self, state: ConstraintState | None, processor: LogitsProcessor, prompt: list[int]) -> None:
-        """Start after the prompt."""
-        self._state, self._processor, self._tokens = state, processor, [*prompt]
-        self._processor.update(prompt)
-
-    @property
-    def error(self) -> Exception | None:
-        """The error that the inner constraint's state has stored, or None."""
-        return self._state.error if self._state else None
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the output satisfies the inner constraint and may only end; False without an inner constraint."""
-        return bool(self._state and self._state.is_complete)
-
-    def get_forced_tokens(self, max_n: int) -> list[int]:
-        """Return the next tokens, at most `max_n`, for which the inner constraint leaves no choice."""
-        return self._state.get_forced_tokens(max_n) if self._state else []
-
-    def count_allowed(self, tokens: list[int]) -> int:
-        """Return how many of the given tokens, from the first on, the inner constraint allows; all if there is none."""
-        return self._state.count_allowed(tokens) if self._state else len(tokens)
-
-    def find_end(self, tokens: list[int]) -> int | None:
-        """Return after how many of the given tokens the inner constraint is complete, or None if they do not complete it."""
-        return self._state.find_end(tokens) if self._state else None
-
-    def mask_logits(self, logits: Any, draft: Draft) -> None:
-        """Mask the logits that the inner constraint forbids and apply the processing, in place, in each row of a draft."""
-        if self._state:
-            self._state.mask_logits(logits, draft)
-        self._apply_to_subtree(logits, draft, -1)
-
-    def _apply_to_subtree(self, logits: Any, draft: Draft, node: int) -> None:
+    def apply_to_draft(self, logits: Any, draft: Draft, node: int = -1) -> None:
         """Process, in place, the row of logits after a draft node (-1: after the sequence) and the rows of its descendants."""
-        self._processor.apply(logits[node + 1])
+        self.apply(logits[node + 1])
         for child in draft.children(node):
             if child + 1 < len(logits):
-                with self._processor.assume(draft.tokens[child : child + 1]):
-                    self._apply_to_subtree(logits, draft, child)
-
-    def commit(self, tokens: list[int]) -> None:
-        """Add accepted tokens to the sequence, in the inner constraint and in the counts for penalties."""
-        if self._state:
-            self._state.commit(tokens)
-        self._tokens += tokens
-        self._processor.update(self._tokens)
-
-
-class ProcessedConstraint:
-    """A constraint that processes logits and also applies an inner constraint, if there is one; a `protocols.Constraint`.
-
-    Args:
-        constraint: The inner constraint, or None.
-        sampling: The sampling settings.
-        n_ids: The number of ids that can be sampled, by default all.
-    """
-
-    def __init__(self, constraint: Constraint | None, sampling: Sampling, n_ids: int | None = None) -> None:
-        """Store the inner constraint and the sampling settings."""
-        self._constraint, self._sampling, self._n_ids = constraint, sampling, n_ids
-
-    def begin(self, prompt: list[int]) -> ConstraintState:
-        """Start a new sequence with this prompt and return its state in the constraint."""
-        state = self._constraint.begin(prompt) if self._constraint else None
-        return ProcessedConstraintState(state, LogitsProcessor(self._sampling, self._n_ids), prompt)
+                with self.assume(draft.tokens[child : child + 1]):
+                    self.apply_to_draft(logits, draft, child)

@@ -8,7 +8,7 @@ import pytest
 
 from specdec import SpeculativeDecoder
 from specdec.sampling import Sampler, Sampling
-from specdec.text.logit_processors import LogitsProcessor, ProcessedConstraint
+from specdec.text.logit_processors import LogitsProcessor
 from specdec.verification import Draft
 
 V = 50
@@ -52,9 +52,9 @@ def test_processed_logits_equal_the_formulas(name, temperature):
     sampling = Sampling(temperature, **SETTINGS[name])
     for _ in range(10):
         prompt, completion = ([rng.randrange(V) for _ in range(rng.randint(1, 30))] for _ in range(2))
-        state = ProcessedConstraint(None, sampling).begin(prompt)
-        state.commit(completion[:5])
-        state.commit(completion[5:])
+        processor = LogitsProcessor(sampling)
+        for n in (0, 5, len(completion)):
+            processor.update(prompt + completion[:n])
         draft = Draft([rng.randrange(V) for _ in range(5)], None, rng.choice([None, [-1, -1, 0, 0, 2]]))
         paths = [[], *([draft.tokens[i] for i in path] for path in (PATHS if draft.parents else CHAIN))]
         for _ in range(2):
@@ -62,7 +62,7 @@ def test_processed_logits_equal_the_formulas(name, temperature):
             expected = [
                 process_naively(row, prompt, completion + path, sampling) for row, path in zip(logits, paths, strict=True)
             ]
-            state.mask_logits(logits, draft)
+            processor.apply_to_draft(logits, draft)
             np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
 
 
