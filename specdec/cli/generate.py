@@ -110,8 +110,9 @@ def reject_misplaced_words(words: list[str], has_prompt: bool) -> None:
     for i, word in enumerate(words):
         quoted = shlex.quote(word)
         if (i or has_prompt) and NUMBER.fullmatch(word):
-            hint = f"use -n {word} for the number of tokens, or -t {word} for the temperature"
-            raise ValueError(f"unexpected number {word!r}; {hint}, or -i {quoted} if it is the prompt")
+            tokens = f"-n {word} for the number of tokens, or " if word.isdecimal() else ""
+            hint = f"use {tokens}-t {word} for the temperature, or -i {quoted} if it is the prompt"
+            raise ValueError(f"unexpected number {word!r}; {hint}")
         names_file = word.endswith(TEXT_SUFFIXES) and " " not in word and not has_prompt
         if word != STDIN and (names_file or is_text_file(word)):
             raise ValueError(

@@ -1,7 +1,6 @@
 """`specdec serve`: the APIs of OpenAI, Anthropic and ollama over HTTP, and a chat page."""
 
 import ipaddress
-import logging
 import os
 import socket
 from collections.abc import Callable
@@ -145,21 +144,18 @@ def serve(request: ServeRequest, models: LoadedModels | None, sock: socket.socke
     from specdec.server.app import Endpoints
     from specdec.server.generation_response import ServerState
     from specdec.server.listener import Listener
-    from specdec.server.model_manager import InstalledModelSource, ModelManager, make_single_model_manager
+    from specdec.server.model_manager import ModelManager, ModelSource, make_single_model_manager
 
-    handler = StderrLog()
-    logging.getLogger("specdec.server").addHandler(handler)
-    log = handler.write_line
+    log = StderrLog().write_line
     if models:
         manager = make_single_model_manager(make_served_model(request, models.decoder, request.name))
         draft_label = models.request.labels.draft_label
         draft_note = f"; tokens are guessed {draft_label}" if draft_label else ""
         description = f"{request.name} ({models.decoder.weights}){draft_note}"
     else:
-        source = InstalledModelSource(request.models, partial(load_served_model, request), not request.cache)
+        source = ModelSource(request.models, partial(load_served_model, request), not request.cache)
         manager = ModelManager(source, request.keep_alive, log)
-        n = len(manager.list_models())
-        if not n:
+        if not (n := len(manager.list_models())):
             problem = f"{request.models} has no model that can be loaded" if request.models else "no model is installed"
             raise ValueError(f"{problem}; download one with specdec models pull org/name, or name one with -m")
         lister = f"specdec models {request.models}".strip()

@@ -32,6 +32,7 @@ from specdec.families.pre_tokenizers import has_rstrip_special_tokens
 from specdec.families.tensor_specs import select_tensor_specs
 from specdec.loaders import import_reader
 from specdec.loaders.checkpoint import FLOATS, Checkpoint, Dtype, check_id_map, check_target_ids, parse_default_sampling
+from specdec.loaders.gguf_blocks import BlockTensor
 from specdec.loaders.gguf_file import GGUFFile
 from specdec.loaders.model_file import list_shard_names
 from specdec.loaders.rerankers import find_rerank_template, read_rerank_head
@@ -179,7 +180,7 @@ class GGUFModel(TensorIndex[GGUFFile]):
             tensor = super().get_tensor(name, shape[1:], types).flatten_matrices()
         else:
             tensor = super().get_tensor(name, shape, types)
-        return self._add_scales(tensor, name, shape) if getattr(tensor, "type", "") == NVFP4 else tensor
+        return self._add_scales(tensor, name, shape) if isinstance(tensor, BlockTensor) and tensor.type == NVFP4 else tensor
 
     def _add_scales(self, tensor: Any, name: str, shape: tuple[int, ...]) -> Any:
         """Return an NVFP4 tensor with the scale of all its weights, or of each matrix, if the file has that in another tensor.

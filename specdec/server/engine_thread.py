@@ -50,18 +50,17 @@ class RequestHandle:
         is_cancelled: Whether `cancel` was called.
     """
 
-    def __init__(self, sequence: Sequence, on_event: EventCallback, wake: Callable[[], None]) -> None:
-        """Store the sequence, the callback, and the function that wakes the engine's thread."""
-        self.sequence, self._on_event, self._wake = sequence, on_event, wake
+    def __init__(self, sequence: Sequence, on_event: EventCallback) -> None:
+        """Store the sequence and the callback."""
+        self.sequence, self._on_event = sequence, on_event
         self.is_cancelled = False
 
     def cancel(self) -> None:
-        """Mark the request as cancelled and wake the engine, which frees the KV cache slot within one step.
+        """Mark the request as cancelled: the engine frees the KV cache slot within one step.
 
         The callback gets no event after the one that is being sent.
         """
         self.is_cancelled = True
-        self._wake()
 
     def send(self, event: Event | PrefillProgress | Exception) -> None:
         """Send a prompt, a step or an error to the callback, unless the request is cancelled; other events are dropped.
@@ -130,7 +129,7 @@ class EngineThread:
             ShutdownError: The engine is shutting down.
         """
         sequences = [Sequence(request, self._decoder.tokenizer, client) for request in requests]
-        handles = [RequestHandle(*each, self._wake) for each in zip(sequences, callbacks, strict=True)]
+        handles = [RequestHandle(*each) for each in zip(sequences, callbacks, strict=True)]
         with self._changed:
             if self._is_closed:
                 raise ShutdownError()
@@ -173,12 +172,7 @@ class EngineThread:
             self._changed.notify()
         self._thread.join(grace)
         self._is_aborted = True
-        self._wake()
         self._thread.join()
-
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify()
 
     def _run_loop(self) -> None:
         try:

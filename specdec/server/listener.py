@@ -15,6 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specdec.server.access_control import App, Receive, Scope, Send, make_error_response
 from specdec.server.field_validation import APIError
+from specdec.server.field_validation import logger as server_logger
 
 HEADER_TIMEOUT_S = 10.0  # for a client to send a request's headers
 WRITE_TIMEOUT_S = 30.0  # for a client to read one chunk of a response
@@ -166,7 +167,7 @@ def _cancel_timer(timer: asyncio.TimerHandle | None) -> None:
 
 
 class LogForwarder(logging.Handler):
-    """A log handler that forwards records of other packages as single lines, without tracebacks."""
+    """A log handler that forwards records as single lines, without tracebacks."""
 
     def __init__(self, log: Callable[[str], object]) -> None:
         """Forward warnings and errors to `log`."""
@@ -211,12 +212,13 @@ class Listener(threading.Thread):
     """
 
     def __init__(self, app: App, sock: socket.socket, grace: float, log: Callable[[str], object]) -> None:
-        """Configure the HTTP server, which runs from `start` on, and forward the logs of uvicorn and asyncio to `log`."""
+        """Configure the HTTP server, which runs from `start` on, and forward the server's and the libraries' logs."""
         super().__init__(name="server")
         for name, level in LOG_LEVELS.items():
             logger = logging.getLogger(name)
             logger.handlers, logger.propagate = [LogForwarder(log)], False
             logger.setLevel(level)
+        server_logger.handlers = [LogForwarder(log)]
         config = uvicorn.Config(
             app,
             http=TimeoutH11Protocol,

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from specdec.argument_checks import shorten
 from specdec.draft.installed_models import get_model_sizes
@@ -25,6 +25,7 @@ from specdec.speculative_decoder import SpeculativeDecoder
 MAX_WEIGHTS_SHARE = 0.75  # of the memory, for the weights of all models if there are several
 # the directories of a local path, which are hidden from clients; their names may contain spaces
 LOCAL_DIRECTORY_PATTERN = re.compile(r"(?<![^\s'\"(=])(?:[A-Za-z]:)?[/\\]+(?=\S)(?:[^/\\:;,]*[^/\\:;,\s][/\\]+)*")
+SAMPLE_TOKENS = 1024  # between two lengths of a sequence, from whose caches the size per token is computed
 LIST_MAX_AGE_S = 30.0  # of the list of models
 UNKNOWN_NAME_MAX_AGE_S = 2.0  # of the list, for a request for a model that is not on it
 
@@ -56,9 +57,9 @@ def start_instance(
         log: Called with a line about the size of the KV caches.
     """
     cache_bytes, target = model.get_cache_bytes(cache_limit), model.decoder.target
-    kb_per_token = (target.get_sequence_bytes(2048) - target.get_sequence_bytes(1024)) / 1_024_000
+    bytes_per_token = (target.get_sequence_bytes(2 * SAMPLE_TOKENS) - target.get_sequence_bytes(SAMPLE_TOKENS)) / SAMPLE_TOKENS
     total = f"at most {cache_bytes / 10**9:.1f} GB in total"
-    log(f"the KV cache takes {kb_per_token:.1f} kB per token in {target.kv}, and {total}")
+    log(f"the KV cache takes {bytes_per_token / 1000:.1f} kB per token in {target.kv}, and {total}")
     threading.Thread(target=prewarm, args=(model.decoder,), name="prewarm", daemon=True).start()
     return ModelInstance(model, EngineThread(model.decoder, max_running, max_waiting, cache_bytes), int(time.time()))
 
@@ -72,30 +73,6 @@ def prewarm(decoder: SpeculativeDecoder) -> None:
         decoder.encode_chat([{"role": "user", "content": "Hello."}])
     with suppress(Exception):
         decoder.json_object()
-
-
-class ModelSource(Protocol):
-    """A source of models, which lists them and loads one by its name.
-
-    Attributes:
-        memory_bytes: Memory of the machine, in bytes.
-    """
-
-    memory_bytes: float
-
-    def list_models(self) -> Mapping[str, int]:
-        """Return the size in bytes of each available model, by the name that clients use."""
-
-    def load(self, name: str, on_progress: Callable[[float], None]) -> ModelInstance:
-        """Load a model by its name and return it with its engine; reports the progress, from 0 to 1, to a callback.
-
-        Raises:
-            ValueError: The model cannot be loaded.
-            MemoryError: There is not enough memory.
-        """
-
-    def limit_caches(self, instances: list[ModelInstance]) -> None:
-        """Divide the memory that the weights of the given models leave among the KV caches of the models."""
 
 
 @dataclass
@@ -121,29 +98,11 @@ class ModelEntry:
     last_used: float = 0.0
 
 
-class SingleModelSource:
-    """A source with only one model, which is already loaded."""
-
-    memory_bytes = 0.0
-
-    def __init__(self, instance: ModelInstance) -> None:
-        """Set the only model."""
-        self._instance = instance
-
-    def list_models(self) -> Mapping[str, int]:
-        """Return a mapping from the name of the only model to the size of its weights in bytes."""
-        return {self._instance.model.name: self._instance.model.decoder.target.weights.n_bytes}
-
-    def load(self, name: str, on_progress: Callable[[float], None]) -> ModelInstance:
-        """Return the only model, which is loaded already; the arguments are ignored."""
-        return self._instance
-
-    def limit_caches(self, instances: list[ModelInstance]) -> None:
-        """Do nothing, since the memory limit of the model's KV caches is set already."""
-
-
-class InstalledModelSource:
+class ModelSource:
     """A source of the models that `specdec models` lists, or of a folder's, each loaded when a request needs it.
+
+    Attributes:
+        memory_bytes: Memory of the machine, in bytes.
 
     Args:
         folder: The folder; "" for the installed models.
@@ -161,7 +120,12 @@ class InstalledModelSource:
         return get_model_sizes(Path(self._folder) if self._folder else None)
 
     def load(self, name: str, on_progress: Callable[[float], None]) -> ModelInstance:
-        """Load a model by its name or alias and return its instance; raises ValueError if it is not found or not valid."""
+        """Load a model by its name or alias and return its instance; reports the progress, from 0 to 1, to a callback.
+
+        Raises:
+            ValueError: The model is not found or cannot be loaded.
+            MemoryError: There is not enough memory.
+        """
         return self._load(name, on_progress)
 
     def limit_caches(self, instances: list[ModelInstance]) -> None:
@@ -170,6 +134,18 @@ class InstalledModelSource:
             free_bytes = self.memory_bytes - sum(each.model.decoder.target.weights.n_bytes for each in instances)
             for each in instances:
                 each.engine.limit_caches(int(CACHE_SHARE * free_bytes / len(instances)))
+
+
+class SingleModelSource(ModelSource):
+    """A source with only one model, which is already loaded."""
+
+    def __init__(self, instance: ModelInstance) -> None:
+        """Set the only model."""
+        self._instance = instance
+
+    def list_models(self) -> Mapping[str, int]:
+        """Return a mapping from the name of the only model to the size of its weights in bytes."""
+        return {self._instance.model.name: self._instance.model.decoder.target.weights.n_bytes}
 
 
 class ModelManager:

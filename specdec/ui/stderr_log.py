@@ -1,6 +1,5 @@
 """A log on stderr whose reader may stall."""
 
-import logging
 import os
 import queue
 import sys
@@ -13,12 +12,11 @@ from specdec.ui.plain_views import sanitize_line
 MAX_LOG_LINES = 1000  # log lines that wait to be written
 
 
-class StderrLog(logging.Handler):
+class StderrLog:
     """A log on stderr written by a thread, so that a reader that stalls blocks nothing; lines that do not fit are dropped."""
 
     def __init__(self) -> None:
         """Start the thread that writes the lines."""
-        super().__init__()
         self._lines, self._n_dropped = queue.Queue[str](MAX_LOG_LINES), 0
         threading.Thread(target=self._write_lines, name="log", daemon=True).start()
 
@@ -28,10 +26,6 @@ class StderrLog(logging.Handler):
             self._lines.put_nowait(f"{time.strftime('%H:%M:%S')} {line}")
         except queue.Full:
             self._n_dropped += 1
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Queue the message of a log record as a line."""
-        self.write_line(record.getMessage())
 
     def _write_lines(self) -> None:
         """Write queued lines to stderr forever, without Python's buffers: a blocked write would hold their lock, even at exit."""

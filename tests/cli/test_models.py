@@ -21,7 +21,7 @@ from specdec.loaders import model_paths, model_removal, packed_weights
 from specdec.loaders.model_aliases import set_alias
 from specdec.loaders.model_loader import Loader, load_model, open_checkpoint
 from specdec.loaders.model_paths import DEFAULT_DRAFT, DEFAULT_TARGET
-from specdec.server.model_manager import InstalledModelSource
+from specdec.server.model_manager import ModelSource
 from specdec.ui import progress
 from tests.conftest import Pair
 from tests.fakes.hub import FakeHub
@@ -245,9 +245,9 @@ def test_server_offers_aliases_of_files_anywhere_and_the_models_of_a_folder(
     (folder / "no_model.bin").write_bytes(b"x")
     set_alias("short", str(folder / "one.bin"))
     set_alias("gone", str(folder / "two.bin"))
-    installed = InstalledModelSource("", pytest.fail, True).list_models()
+    installed = ModelSource("", pytest.fail, True).list_models()
     assert installed["short"] == pair.target.stat().st_size and "gone" not in installed
-    assert InstalledModelSource(str(folder), pytest.fail, True).list_models() == {"one.bin": pair.target.stat().st_size}
+    assert ModelSource(str(folder), pytest.fail, True).list_models() == {"one.bin": pair.target.stat().st_size}
     served = list[tuple[Any, str]]()
     monkeypatch.setattr(serve, "load_decoder", lambda request, paths, _: paths)
     monkeypatch.setattr(serve, "make_served_model", lambda request, paths, name: served.append((paths[0], name)))

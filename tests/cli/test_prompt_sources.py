@@ -128,6 +128,7 @@ def test_word_is_prompt_or_model_in_llama2c_order(ask: Run, pair: Pair) -> None:
         (["chat", "-n", "5"], "No such option: -n"),
         (["pull", "org/name"], "did you mean 'specdec models pull'? If it is the prompt, use -i 'pull org/name'\n"),
         (["Once upon a time", "20"], "unexpected number '20'; use -n 20 for the number of tokens, or -t 20 for the temperature"),
+        (["Once upon a time", "0.9"], "unexpected number '0.9'; use -t 0.9 for the temperature, or -i 0.9 if it is the prompt"),
         (["a.bin", "Once upon a time", "20"], "use -n 20"),
         (["-i", "Once upon a time", "20"], "use -n 20"),
         (["-f", "a.txt", "20"], "use -n 20"),
