@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from specdec.draft.acceptance import Acceptance
-from specdec.draft.cost_calibration import MEASURE_BUDGET_S, RECHECK_BUDGET_S, CalibrationFile, measure
+from specdec.draft.cost_calibration import CalibrationFile, measure
 from specdec.draft.draft_length import CostCurve, CostModel
 from specdec.draft.model_bundle import LOOKUP, ModelBundle
 from specdec.draft.settings import SpeculativeSettings
@@ -174,7 +174,7 @@ class Autotuner:
             if self._curve.pass_seconds[1] > SLOW_PASS_S:
                 return
         caches = self.bundle.new_caches()
-        measured = measure(caches.target, caches.draft, draft.vocabulary, RECHECK_BUDGET_S if stored else MEASURE_BUDGET_S)
+        measured = measure(caches.target, caches.draft, draft.vocabulary, bool(stored))
         self._curve = self._curve.merge(measured) if self._curve else measured
 
     def _set_n_threads(self, n_threads: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 from specdec import SpeculativeDecoder
 from specdec.draft import cost_calibration
 from specdec.draft.acceptance import N_BUCKETS, Acceptance
-from specdec.draft.cost_calibration import MAX_STORED_BYTES, CalibrationFile, fingerprint_weights
+from specdec.draft.cost_calibration import MAX_STORED_BYTES, CalibrationFile, fingerprint_weights, measure
 from specdec.draft.draft_length import CostCurve
 from specdec.engine.autotuner import SLOW_PASS_S
 from specdec.events import Step
@@ -18,6 +18,8 @@ from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.model.model import Model
 from specdec.runtime.code_cache import CALIBRATION_SUFFIX
 from specdec.runtime.disk_store import DiskStore
+from specdec.runtime.simd import MAX_TILE_TOKENS
+from specdec.text.tokenizer_lookup import SharedVocabulary
 from tests.tools.inside import get_curve
 from tests.tools.random_models import tiny_model
 
@@ -166,6 +168,18 @@ def test_an_expensive_draft_in_a_file_is_measured_again(folder, pair, seconds):
     decoder.warm_up()
     curve = get_curve(decoder.autotuner)
     assert curve.pass_seconds[1] == 1e-9 and curve.draft_token < 1
+
+
+@pytest.mark.parametrize(("is_recheck", "measured"), [(False, {1, 2, 4, MAX_TILE_TOKENS}), (True, {1, MAX_TILE_TOKENS})])
+def test_short_passes_of_the_slowest_target_are_measured_too(monkeypatch, is_recheck, measured):
+    """A line from 1 to 8 tokens would overrate the cost of short drafts."""
+    monkeypatch.setattr(cost_calibration, "MEASURE_BUDGET_S", 0.0)
+    monkeypatch.setattr(cost_calibration, "RECHECK_BUDGET_S", 0.0)
+    cache, passes = tiny_model(0).new_cache(), set()
+    forward, n = cache.forward, cache.model.config.vocab_size
+    monkeypatch.setattr(cache, "forward", lambda tokens, n_logits: passes.add(len(tokens)) or forward(tokens, n_logits))
+    measure(cache, None, SharedVocabulary(n, n), is_recheck)
+    assert passes == measured
 
 
 @pytest.mark.parametrize(("seconds", "is_measured"), [(1e3, False), (SLOW_PASS_S, True)])
