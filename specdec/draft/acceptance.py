@@ -1,4 +1,7 @@
-"""Acceptance probabilities of draft tokens by their confidence, learnt from verified drafts."""
+"""Acceptance probabilities of draft tokens by their confidence, learnt from verified drafts.
+
+With a prior of 0.6 instead of 0.8, a draft of stories3M was never tried: 0.95 of the speed of plain decoding instead of 1.38.
+"""
 
 from collections.abc import Sequence
 

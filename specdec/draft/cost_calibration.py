@@ -1,5 +1,8 @@
 """Measurement of the cost of target and draft passes on this machine, and a file that stores it with the draft's acceptance.
 
+Costs are measured in turns for 9 tokens, too, where a second tile begins: without it, stories6M reached 0.93 of the speed of the
+best fixed length, with it 0.95 to 0.975.
+
 The file lies next to the compiled machine code. Its name depends on the weights, the CPU features and the number of threads. A
 file that is damaged or contains impossible numbers counts as missing.
 """

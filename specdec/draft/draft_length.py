@@ -6,6 +6,9 @@ arXiv:2211.17192, section 3.3). So another token is drafted while S is worth mor
 are measured when the models are loaded (`CostCurve`), and S is learnt from the drafter's confidence (`Acceptance`). Only ratios
 of costs matter, and other programs hardly change them. A `CostCorrection` mends a curve that was measured wrongly.
 
+Played on 20 pairs and machines, this reaches 0.998 of the speed of the best fixed length of each (docs/experiments/
+draft-length.md); the included pair is 2.30 times as fast as its target at temperature 0, at most 2.36 times with a fixed length.
+
 The module uses numbers only, no models.
 """
 
@@ -58,6 +61,8 @@ class CostCurve:
 
 class CostCorrection:
     """Factors of the costs of drafted passes and of drafts, where measured times show that the cost curve is wrong.
+
+    With a cost measured wrong by 3, the worst of 288 played cases has 0.925 of the plain speed; without correction it has 0.78.
 
     The factors are relative to passes without a draft. They come from pairs of neighbouring steps, one with and one without,
     since other programs change the speed of the machine. So now and then a step has no draft, and sooner if costs seem wrong.

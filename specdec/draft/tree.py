@@ -1,4 +1,8 @@
-"""Token trees as proposals. They were profitable on none of the measured pairs, so they are used only on request."""
+"""Token trees as proposals. They were profitable on none of the measured pairs, so they are used only on request.
+
+The included pair is 2.92 times as fast as its target with chains and 2.29 times with trees; played with a pass of 16 tokens that
+takes 1.1 passes of one, 3.87 and 4.68 times.
+"""
 
 import functools
 import heapq

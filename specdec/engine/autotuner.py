@@ -13,7 +13,8 @@ from specdec.runtime.cpu_topology import get_thread_choices, get_topology
 from specdec.runtime.op_program import Executor
 from specdec.runtime.simd import MAX_TILE_TOKENS
 
-# Minimum time of a target pass for looked-up drafts: a search, and what it learns from, take up to 20 us.
+# Minimum time of a target pass for looked-up drafts: a search, and what it learns from, take up to 20 us. stories6M in int8 has
+# 0.993 of its plain speed with this limit and 0.815 without, stories650K 1.015 and 0.66.
 MIN_LOOKUP_PASS_S = 3e-4
 SLOW_PASS_S = 0.1
 MAX_PREFILL_PASS_S = 0.3  # of a pass of prefill chunks alone: keyboard input is read between two passes

@@ -4,7 +4,8 @@ The router's matmul chooses the experts of each token; the experts lie in one ma
 file, so that the choice is not rounded, whatever format the experts get.
 
 A slot is one token's use of one expert. The slots of a pass are sorted by expert, then by token. So an expert's tokens are
-neighbors, and a pass reads each expert once.
+neighbors, and a pass reads each expert once: 64 tokens of four layers of Qwen3-30B-A3B's shape in int4 take as long as 13 passes
+over one token.
 
 A token's output does not depend on the other tokens of the pass: its own row of the router's matmul chooses its experts, each
 slot is the matmul that it would be alone, and slots are summed by rank, the most probable expert first.

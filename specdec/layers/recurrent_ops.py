@@ -6,7 +6,7 @@ MAX_BATCH_TOKENS ago. Truncating after a rejection costs nothing, and an interru
 
 The state of a delta net is a matrix for each head, too large to keep one for each length. There are two: the tip, of all accepted
 tokens, and the base, of a shorter sequence. A ring holds the updates of the tokens since then. Continuing from either gives the
-same bits.
+same bits. States and rings of Qwen3.5-0.8B take 96 MB; a state for each of 64 lengths would take 1.2 GB.
 """
 
 from typing import NamedTuple
@@ -483,7 +483,9 @@ def scan(run, thread, p, s):
     """Advance the state panel S that the `Scan` s names, S = g S + B d' per token, and add S' C to scratch for the pass's tokens.
 
     Four rows stay in registers while the tokens run, so a pass of any length reads the state once: whole rows if there are 32
-    registers, else half of them at a time. A token's sum adds the sums of four rows each, in the order of the rows.
+    registers, else half of them at a time. With AVX2 a prompt of 512 in 28 layers of Granite 4 H 350M took 353 ms in whole rows,
+    and 200 with half rows and a base that is copied from the tip. A token's sum adds the sums of four rows each, in the order of
+    the rows.
     """
     n_rows, width, n_keys, n_slots = p.states.shape[2], p.deltas.shape[2], p.keys.shape[1], p.keys.shape[0]
     group = s.head // (p.lengths.shape[0] // (n_keys // n_rows)) * n_rows

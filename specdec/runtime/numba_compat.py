@@ -3,7 +3,8 @@
 numba optimizes every function twice, the second time in each caller, and compiles all of them to machine code, although only
 those at the top are ever called by address. Here a function that is only called stays unoptimized, and a function without
 reference counts is optimized once: the first pass is for those. `KernelCompiler` leaves out numba's passes for features of Python
-that kernels do not use. See docs/experiments/first-run.md. Machine code is kept by `code_cache`.
+that kernels do not use. Late linking took a first run of the included pair from 46.9 to 28.6 CPU seconds, and what followed from
+10.6 to 6.3 in one process: see docs/experiments/first-run.md. Machine code is kept by `code_cache`.
 """
 
 import functools
