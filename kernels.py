@@ -148,7 +148,7 @@ def head_cases(s: Sizes) -> Iterator[Case]:
                rms_norm(heads, weight).reshape(x.shape), n_bytes=2 * x.nbytes)  # fmt: skip
     pos, periods = s.n_positions - s.n_tokens, THETA ** (np.arange(0, s.head_dim, 2) / s.head_dim)
     cos, sin = zeros(s.n_positions, s.head_dim + LANES), zeros(s.n_positions, s.head_dim + LANES)
-    kernels.fill_rope_tables(cos, sin, periods, 0, s.head_dim, 1.0)
+    kernels.fill_rope_tables(cos, sin, periods, s.head_dim, 1.0)
     turns = np.exp(1j * (pos + np.arange(s.n_tokens))[:, None, None] / periods)
     pairs = heads.astype(np.float64).reshape(s.n_tokens, s.n_heads, -1, 2)
     rotated = (pairs[..., 0] + 1j * pairs[..., 1]) * turns

@@ -322,13 +322,13 @@ def head_norm(run: ForwardContext, thread: int, p: HeadNormArgs) -> None:
 
 
 @compiled
-def fill_rope_tables(cos, sin, periods, start, head_dim, scale):
-    """Fill the RoPE tables (S, K + LANES), the cosines and signed sines of each pair's angle, from position `start` on.
+def fill_rope_tables(cos, sin, periods, head_dim, scale):
+    """Fill the RoPE tables (S, K + LANES), the cosines and signed sines of each pair's angle at each position.
 
     Rows are periodic with period K, head_dim. periods: positions per radian of each pair, 1 or more. scale: factor of all cosines
     and sines. Dimensions after the pairs stay unrotated.
     """
-    for position in range(start, cos.shape[0]):
+    for position in range(cos.shape[0]):
         for i in range(periods.size):
             sine, cosine = sincos(position / periods[i])
             cosine, sine = cosine * scale, sine * scale
@@ -382,7 +382,8 @@ def rope(run: ForwardContext, thread: int, p: RopeArgs) -> None:
 def store_keys_f32(run: ForwardContext, thread: int, keys: Floats4, scales: Floats2, x: Floats2, unit: int, base: int) -> None:
     """Copy new keys, the heads that start at row `base` of x, to the KV cache: keys (G, S / R, K, R) from slot `pos` on.
 
-    Copies only the rows that this chunk has computed. scales is unused.
+    Copies only the rows that this chunk has computed, head by head: token by token, 8 tokens of 15M int8 take 1.1 times as long.
+    scales is unused.
     """
     head_dim = keys.shape[2]
     first, last = get_chunk_rows(run, x.shape[1], unit, base, keys.shape[0] * head_dim)
@@ -406,19 +407,12 @@ def store_values_f32(
     Copies only the rows that this chunk has computed. scales is unused.
     """
     first, last = get_chunk_rows(run, x.shape[1], unit, base, values.shape[0] * head_dim)
-    row = first
-    while row < last:
+    for row in range(first, last):
         head, k = divmod(row, head_dim)
-        n = min(last - row, head_dim - k, LANES - k % LANES)  # up to the end of a vector, of a head or of these rows
         panel, lane = divmod(k, PANEL_ROWS)
+        at = ((head * values.shape[1] + panel) * values.shape[2] + run.pos) * PANEL_ROWS + lane
         for t in range(run.n_tokens):
-            at = ((head * values.shape[1] + panel) * values.shape[2] + run.pos + t) * PANEL_ROWS + lane
-            if n == LANES:
-                store(values, at, load(x, t * x.shape[1] + base + row))
-            else:
-                for i in range(n):
-                    store_item(values, at + i, x[t, base + row + i])
-        row += n
+            store_item(values, at + t * PANEL_ROWS, x[t, base + row])
 
 
 @jitable
@@ -600,7 +594,9 @@ def mix_values(run, p, tile, scores, acc, cached, key_scales):
 
     A token sees the last `window` positions up to its own; the loop bounds enforce this. The values at the positions of the
     sequence that all queries see are accumulated in one go, those before and after query by query, so each query's chain is the
-    same as alone. cached: values and their scales.
+    same as alone. Query by query throughout, 8 tokens of SmolLM2 Q8_0 at position 1,000 would take 1.18 times as long.
+
+    cached: values and their scales.
     """
     zero, one, seq_len = np.int64(0), np.int64(1), run.seq_len  # literals would compile the callees once more
     values, n_queries = cached[0], tile.n_queries
@@ -667,7 +663,8 @@ def attend_in_tiles(attend, run, thread, p, kv_heads):
     """Call `attend` for this chunk's share of all heads of all tokens, in tiles of up to MAX_TILE_TOKENS queries.
 
     The queries of a tile share keys and values: the tokens of a head, or the heads of a token if more heads share keys than the
-    pass has tokens. Query head h reads KV head h G / H, where G is kv_heads.
+    pass has tokens. Head by head, a token of SmolLM2 Q8_0 at position 1,000 would take 1.12 times as long. Query head h reads KV
+    head h G / H, where G is kv_heads.
     """
     n_sharing = p.n_heads // kv_heads
     along_heads = n_sharing > run.n_tokens

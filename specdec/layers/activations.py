@@ -1,13 +1,13 @@
-"""Kernels of activations and gates, each on the panels, columns or rows of the current chunk only.
+"""Kernels of activations, gates and norms of groups, most on the panels, columns or rows of the current chunk only.
 
-Shapes: T tokens of this pass, D dim, F hidden dim, E experts.
+Shapes: T tokens of this pass, D dim, F hidden dim, E experts, G groups of a row.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-from specdec.kernels import compute_norm_scale, get_chunk_rows
+from specdec.kernels import compute_norm_scale, get_chunk_rows, norm_row
 from specdec.runtime.code_cache import inlined
 from specdec.runtime.elementary import expm1, gelu_tanh, sigmoid, silu, softplus_scalar, tanh
 from specdec.runtime.op_program import Floats1, Floats2, Floats3, ForwardContext, Ints2, kernel
@@ -274,3 +274,18 @@ def add_parallel_branches(run: ForwardContext, thread: int, p: ParallelBranchesA
         for i in range(first * PANEL_ROWS, last * PANEL_ROWS, LANES):
             normed = fma(load(p.weight, i), mul(load(p.out, source + i), scale), load(p.x, row + i))
             store(p.x, row + i, mul(splat(p.factor), normed))
+
+
+@kernel
+def group_norm(run: ForwardContext, thread: int, out: Floats3, x: Floats3, weight: Floats2, n: int, eps: float) -> None:
+    """out[t] = weight * x[t] / sqrt(mean(x[t]^2) + eps), where each of G parts of the n numbers of a token has its own mean.
+
+    weight (G, n / G padded). Each thread fills its own copy of out (threads, T, ...), which saves a barrier.
+    """
+    if run.is_first_chunk == 0:
+        return
+    size = n // weight.shape[0]
+    for t in range(run.n_tokens):
+        for group in range(weight.shape[0]):
+            row, target = t * x.shape[2] + group * size, (thread * out.shape[1] + t) * out.shape[2] + group * size
+            norm_row(out, target, x, row, weight, group * weight.shape[1], size, eps)

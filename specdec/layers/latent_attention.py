@@ -14,6 +14,7 @@ from typing import ClassVar
 import numpy as np
 
 from specdec.kernels import MAX_BATCH_TOKENS
+from specdec.layers.activations import group_norm
 from specdec.layers.attention import Attention, make_attention_op, make_scales
 from specdec.layers.block import Block, norm_shapes
 from specdec.layers.buffers import Allocator, BufferSizes, KVState, LayerBuffers, pad
@@ -21,7 +22,6 @@ from specdec.layers.latent_ops import (
     LATENT_ATTENTION,
     STORE_LATENT,
     gather_heads,
-    norm_columns,
     rotate_queries,
     scatter_heads,
 )
@@ -86,7 +86,7 @@ class LatentAttention(Block):
         phases = [[*before, *self.matmul("qkv", qkv, source)]]
         if a.q_rank:
             normed, queries = new.rows(pad(a.q_rank), b.sizes.n_threads), new.rows(pad(config.q_dim))
-            q_norm = norm_columns(normed, qkv, self.vector("q_a_norm"), a.q_rank, LATENT_NORM_EPS)
+            q_norm = group_norm(normed, qkv[None], self.vector("q_a_norm")[None], a.q_rank, LATENT_NORM_EPS)
             phases.append([q_norm, *self.matmul("q_b", queries, normed)])
         # writes to the KV cache, absorption of the key matrices, RoPE of queries
         latent, kv_base = new.rows(a.cache_width), pad(a.q_rank or config.q_dim)

@@ -65,15 +65,6 @@ MAX_DOT_QUERIES = 4 if HAS_AVX512 else 2
 DOT_ROWS, MANY_DOT_ROWS = (8, 4) if HAS_AVX512 else (4, 2)
 
 
-@kernel
-def norm_columns(run: ForwardContext, thread: int, out: Floats3, x: Floats2, weight: Floats1, n: int, eps: float) -> None:
-    """out[thread, t] = rms_norm(x[t, :n]); each thread fills its own copy."""
-    if run.is_first_chunk == 0:
-        return
-    for t in range(run.n_tokens):
-        norm_row(out, (thread * out.shape[1] + t) * out.shape[2], x, t * x.shape[1], weight, 0, n, eps)
-
-
 @jitable
 def rotate_pairs(out, to, x, at, cos, sin, n):
     """out[to : to + n] = x[at : at + n] with each pair rotated by a position's angles; cos, sin: its rows of RoPE's tables."""

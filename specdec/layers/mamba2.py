@@ -5,10 +5,11 @@ from typing import ClassVar
 import numpy as np
 
 from specdec.kernels import MAX_BATCH_TOKENS, scale_columns
+from specdec.layers.activations import group_norm
 from specdec.layers.attention import Attention
 from specdec.layers.block import Block, norm_shapes
 from specdec.layers.buffers import Allocator, BufferSizes, LayerBuffers, RecurrentState, ScanState, pad
-from specdec.layers.recurrent_ops import KEY_RING_SLOTS, RING_SLOTS, convolve, group_norm, make_ring, mamba2, store_columns
+from specdec.layers.recurrent_ops import KEY_RING_SLOTS, RING_SLOTS, convolve, make_ring, mamba2, store_columns
 from specdec.layers.weights import FusedNames, FusedTensors, Shapes
 from specdec.mixer_config import Mamba2Config
 from specdec.model_config import ModelConfig, require_type

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specdec.kernels import MAX_BATCH_TOKENS, compute_norm_scale, get_chunk_rows, norm_row, sum_squares
+from specdec.kernels import MAX_BATCH_TOKENS, compute_norm_scale, get_chunk_rows, sum_squares
 from specdec.layers.block import BASE, TIP
 from specdec.layers.buffers import Allocator
 from specdec.runtime.code_cache import compiled, inlined, jitable
@@ -599,18 +599,3 @@ def mamba2(run: ForwardContext, thread: int, p: Mamba2Args) -> None:
             scan(run, thread, p, Scan(head, panel, source + at, tip_at + at, start, n_accepted, end))
         gate_outputs(run, thread, p, head, gates)
         p.lengths[head, BASE], p.lengths[head, TIP] = base, n_accepted
-
-
-@kernel
-def group_norm(run: ForwardContext, thread: int, out: Floats3, x: Floats3, weight: Floats2, n: int, eps: float) -> None:
-    """out[t] = weight * x[t] / sqrt(mean(x[t]^2) + eps), where each of G parts of the n numbers of a token has its own mean.
-
-    weight (G, n / G padded). Each thread fills its own copy of out (threads, T, ...), which saves a barrier.
-    """
-    if run.is_first_chunk == 0:
-        return
-    size = n // weight.shape[0]
-    for t in range(run.n_tokens):
-        for group in range(weight.shape[0]):
-            row, target = t * x.shape[2] + group * size, (thread * out.shape[1] + t) * out.shape[2] + group * size
-            norm_row(out, target, x, row, weight, group * weight.shape[1], size, eps)

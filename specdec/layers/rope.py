@@ -78,9 +78,9 @@ def get_longrope_attention_factor(factor: float, original: int) -> float:
 
 
 def make_rope_tables(config: ModelConfig, n_positions: int, new: Allocator) -> RopeTables:
-    """Return RoPE tables of at least n_positions positions: those that all sequences share, or longer copies of them."""
+    """Return RoPE tables of at least n_positions positions, which all sequences share."""
     key = config.rope, config.head_dim, config.rope_table_dim
-    return _extend(key, n_positions, config, new, lambda tables, start: fill_cos_sin(config, *tables, start))
+    return _share_tables(key, n_positions, config, new, lambda tables: fill_cos_sin(config, *tables))
 
 
 def make_query_rope_tables(config: ModelConfig, keys: RopeTables, new: Allocator) -> RopeTables:
@@ -89,40 +89,36 @@ def make_query_rope_tables(config: ModelConfig, keys: RopeTables, new: Allocator
     a and span are the query_scale and query_span of the config.
     """
 
-    def fill(tables: RopeTables, start: int) -> None:
-        positions = range(start, len(tables.cos))
-        scales = [1 + config.rope.query_scale * log(1.0 + position // config.rope.query_span) for position in positions]
+    def fill(tables: RopeTables) -> None:
+        scales = [1 + config.rope.query_scale * log(1.0 + i // config.rope.query_span) for i in range(len(keys.cos))]
         for table, key_table in zip(tables, keys, strict=True):
-            table[start:] = key_table[start:] * np.array(scales, np.float32)[:, None]
+            table[:] = key_table * np.array(scales, np.float32)[:, None]
 
-    return _extend(make_query_rope_tables, len(keys.cos), config, new, fill)
+    return _share_tables(make_query_rope_tables, len(keys.cos), config, new, fill)
 
 
-def _extend(
-    key: Hashable, n_positions: int, config: ModelConfig, new: Allocator, fill: Callable[[RopeTables, int], None]
+def _share_tables(
+    key: Hashable, n_positions: int, config: ModelConfig, new: Allocator, fill: Callable[[RopeTables], None]
 ) -> RopeTables:
-    """Return the shared tables of this key; if they are too short, replace them by ones whose new positions `fill` fills."""
+    """Return the shared tables of this key; if they are too short, replace them by longer ones, which `fill` fills."""
     old = new.shared.ropes.get(key)
-    n_old = len(old.cos) if old else 0
-    if old and n_old >= n_positions:
+    if old and len(old.cos) >= n_positions:
         return old
     shape = n_positions, config.rope_table_dim + LANES
     tables = RopeTables(new.make(shape), new.make(shape))
     if not new.is_plan:
-        for table, old_table in zip(tables, old or (), strict=False):
-            table[:n_old] = old_table
-        fill(tables, n_old)
+        fill(tables)
     new.shared.executors.clear()  # they use the shorter tables
     new.shared.ropes[key] = tables
     return tables
 
 
-def fill_cos_sin(config: ModelConfig, cos: Float32, sin: Float32, start: int = 0) -> None:
-    """Fill the RoPE tables cos and signed sin (S, K + LANES) in place, from position start on.
+def fill_cos_sin(config: ModelConfig, cos: Float32, sin: Float32) -> None:
+    """Fill the RoPE tables cos and signed sin (S, K + LANES) in place.
 
     The tables are periodic in K, because a vector may begin at any row of a head.
     """
-    fill_rope_tables(cos, sin, compute_positions_per_radian(config), start, config.rope_table_dim, config.rope.attention_factor)
+    fill_rope_tables(cos, sin, compute_positions_per_radian(config), config.rope_table_dim, config.rope.attention_factor)
 
 
 def compute_depths(parents: Sequence[int]) -> list[int]:

@@ -145,10 +145,7 @@ def repack_q6_k(factors, words, source):
             a = read_word(source, lower + 4 * k) >> 4 * (quarter // 2) & NIBBLE_MASK
             b = read_word(source, lower + 8 + 4 * k) >> 4 * (quarter // 2) & NIBBLE_MASK
             words[3 * g + k] = a | b << 4
-        two_bits = np.int64(0)
-        for k in range(4):
-            two_bits |= (read_word(source, upper + 4 * k) >> 2 * quarter & TWO_BIT_MASK) << 2 * k
-        words[3 * g + 2] = two_bits
+        words[3 * g + 2] = gather_two_bits(source, upper, 2 * quarter)
 
 
 def make_two_bit_repacker(n_factors: int) -> CompiledFunction:

@@ -12,9 +12,9 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.core.datamodel.manager import DataModelManager
-from numba.extending import intrinsic, models, register_model
+from numba.extending import models, register_model
 
-from specdec.runtime.code_cache import CompiledFunction
+from specdec.runtime.code_cache import CompiledFunction, inlined
 from specdec.runtime.simd import (
     FEATURES,
     I8,
@@ -30,11 +30,11 @@ from specdec.runtime.simd import (
     VectorType,
     call_llvm_intrinsic,
     floats_like,
+    fma,
     get_storage_dtype,
     make_constant_vector,
     make_token_intrinsic,
     make_vector_op,
-    multiply_add,
     pack_vector,
     shuffle,
     split_vector,
@@ -391,37 +391,6 @@ def _emit_lane_sums(builder, arg_types, v):
     return vectors[0]
 
 
-@intrinsic
-def fma_loaded(typingctx, w, index, xs, sums):
-    """Return fma(load_vector(w, index), xs, sums) for tuples of numbers and of sums, with as few values in registers as possible.
-
-    Either all weights are loaded first, or all numbers xs, whichever are fewer.
-    """
-
-    def codegen(context, builder, signature, args):
-        sums = [split_vector(builder, each) for each in cgutils.unpack_tuple(builder, args[3])]
-        xs = [widen_to_vector(builder, x, w.vector.part) for x in cgutils.unpack_tuple(builder, args[2])]
-
-        def load(part: int) -> ir.Value:
-            return _emit_part_load(builder, w, args[0], args[1], part * w.vector.lanes)
-
-        if w.vector.n_parts < len(sums):
-            weights = [load(part) for part in range(w.vector.n_parts)]
-            results = [
-                [multiply_add(builder, *each) for each in zip(weights, [x] * len(parts), parts, strict=True)]
-                for x, parts in zip(xs, sums, strict=True)
-            ]
-        else:
-            columns = []
-            for part in range(w.vector.n_parts):
-                weight = load(part)
-                columns.append([multiply_add(builder, weight, x, each[part]) for x, each in zip(xs, sums, strict=True)])
-            results = [[*row] for row in zip(*columns, strict=True)]
-        return cgutils.pack_array(builder, [pack_vector(builder, parts) for parts in results])
-
-    return sums(w, types.int64, xs, sums), codegen
-
-
 # (pointer, index) -> the vector of numbers from an index on
 load_vector = make_token_intrinsic(2, lambda pointer, index: pointer.vector, _emit_vector_load)
 # (pointer, index) -> a vector whose parts are from rows that are PANEL_ROWS numbers apart
@@ -441,3 +410,9 @@ fill_vector = make_token_intrinsic(2, lambda pointer, number: pointer.vector, _e
 # (pointer, offset, n_tokens): prefetch the cache line at an offset in bytes, for reading or for writing
 prefetch = make_token_intrinsic(3, lambda *arg_types: types.void, _emit_prefetch)
 prefetch_for_writing = make_token_intrinsic(3, lambda *arg_types: types.void, functools.partial(_emit_prefetch, is_write=1))
+
+
+@inlined
+def fma_loaded(w, index, xs, sums):
+    """Return sums plus the products of the vector of weights from an index on and the number of each token."""
+    return fma(load_vector(w, index), xs, sums)
