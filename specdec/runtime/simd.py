@@ -383,11 +383,6 @@ class StorageDtype(NamedTuple):
     widen: Emitter
     loaded: types.Type = types.float32
 
-    @property
-    def full_vector(self) -> ir.Type:
-        """LLVM type of a vector of LANES items."""
-        return self.vector(LANES)
-
     def vector(self, lanes: int) -> ir.Type:
         """Return the LLVM type of a vector of `lanes` items."""
         return ir.VectorType(self.item, lanes)
@@ -489,7 +484,7 @@ def make_load(storage: StorageDtype | None) -> CompiledFunction:
 
     def emit(builder: ir.IRBuilder, array_storage: StorageDtype, get_pointer: Callable[..., ir.Value]) -> ir.Value:
         chosen = storage or array_storage
-        return chosen.widen(builder, builder.load(get_pointer(chosen.item, chosen.full_vector), align=chosen.item_bytes))
+        return chosen.widen(builder, builder.load(get_pointer(chosen.item, chosen.vector(LANES)), align=chosen.item_bytes))
 
     return make_intrinsic(vector, None, types.intp, emit=emit)
 
@@ -508,7 +503,7 @@ def make_store(to_nearest: Emitter) -> CompiledFunction:
 
     def emit(builder: ir.IRBuilder, storage: StorageDtype, get_pointer: Callable[..., ir.Value], value: ir.Value) -> None:
         value = value if storage is FP32_STORAGE else narrow_fp16(builder, value, to_nearest)
-        builder.store(value, get_pointer(storage.item, storage.full_vector), align=storage.item_bytes)
+        builder.store(value, get_pointer(storage.item, storage.vector(LANES)), align=storage.item_bytes)
 
     return make_intrinsic(types.void, None, types.intp, vector, emit=emit)
 

@@ -332,25 +332,17 @@ def make_row_splitter(n_tokens: int) -> CompiledFunction:
     return wrap_intrinsic(typing_function, 2)
 
 
-def _emit_vector_load(builder, arg_types, pointer, index):
-    vector = arg_types[0].vector
-    offsets = range(0, vector.n_parts * vector.lanes, vector.lanes)
-    return pack_vector(builder, [_emit_part_load(builder, arg_types[0], pointer, index, offset) for offset in offsets])
-
-
-def _emit_rows_load(builder, arg_types, pointer, index):
-    offsets = range(0, arg_types[0].vector.n_parts * PANEL_ROWS, PANEL_ROWS)
-    return pack_vector(builder, [_emit_part_load(builder, arg_types[0], pointer, index, offset) for offset in offsets])
-
-
-def _emit_part_load(
-    builder: ir.IRBuilder, pointer_type: PointerType, pointer: ir.Value, index: ir.Value, offset: int
+def _emit_vector_load(
+    builder: ir.IRBuilder, arg_types: Sequence[types.Type], pointer: ir.Value, index: ir.Value, step: int = 0
 ) -> ir.Value:
-    """Emit the load of one part of a vector, `offset` numbers after an index, widened."""
-    storage, lanes = pointer_type.storage, pointer_type.vector.lanes
-    at = builder.gep(pointer, [builder.add(index, I64(offset))])
-    at = builder.bitcast(at, storage.vector(lanes).as_pointer())
-    return storage.widen(builder, builder.load(at, align=storage.item_bytes))
+    """Emit a vector of widened numbers from an index on, whose parts are `step` numbers apart, or next to each other."""
+    storage, vector = arg_types[0].storage, arg_types[0].vector
+    parts = []
+    for i in range(vector.n_parts):
+        at = builder.gep(pointer, [builder.add(index, I64(i * (step or vector.lanes)))])
+        at = builder.bitcast(at, storage.vector(vector.lanes).as_pointer())
+        parts.append(storage.widen(builder, builder.load(at, align=storage.item_bytes)))
+    return pack_vector(builder, parts)
 
 
 def _emit_prefetch(
@@ -394,7 +386,7 @@ def _emit_lane_sums(builder, arg_types, v):
 # (pointer, index) -> the vector of numbers from an index on
 load_vector = make_token_intrinsic(2, lambda pointer, index: pointer.vector, _emit_vector_load)
 # (pointer, index) -> a vector whose parts are from rows that are PANEL_ROWS numbers apart
-load_rows = make_token_intrinsic(2, lambda pointer, index: pointer.vector, _emit_rows_load)
+load_rows = make_token_intrinsic(2, lambda pointer, index: pointer.vector, functools.partial(_emit_vector_load, step=PANEL_ROWS))
 # a vector of several parts -> a vector of the sum of each
 add_lanes = make_token_intrinsic(1, lambda v: VectorType(v.dtype, v.n_parts), _emit_lane_sums)
 # (pointer, index, vector, n_tokens): write a vector from an index on
