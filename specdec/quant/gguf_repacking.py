@@ -382,7 +382,8 @@ class GGUFFormat(GroupedFormat):
 def _make_weight_format(name: str, layout: GroupLayout) -> GGUFFormat:
     tile, get_activations = groupwise.make_tile(layout, DOT4_NAME)
     get_weight = groupwise.make_weight_getter(layout)
-    kernels = make_kernels(__name__, f"{name.replace(' ', '_')}_", tile, get_activations, get_weight)
+    # SPECDEC_PORTABLE chooses other kernels, which need cached code of their own
+    kernels = make_kernels(__name__, f"{DOT4_NAME}_{name.replace(' ', '_')}_", tile, get_activations, get_weight)
     return GGUFFormat(name=name, layout=layout, **kernels)
 
 

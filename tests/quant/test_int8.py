@@ -392,13 +392,16 @@ def test_int8_target_has_the_same_output_with_any_draft():
 
 def test_environment_variable_forces_the_portable_kernels():
     """On this CPU, and on x86 also on a simulated one without instructions for byte sums."""
-    code = "from specdec.quant.int8 import *; print(choose_dot4(CPU_FEATURES), DOT4_NAME, INT8 is PORTABLE_INT8)"
+    code = (
+        "from specdec.quant.int8 import *; from specdec.quant.gguf_repacking import WEIGHT_FORMATS; "
+        "print(choose_dot4(CPU_FEATURES), DOT4_NAME, INT8 is PORTABLE_INT8, WEIGHT_FORMATS['Q4_0'].matmul.name)"
+    )
     cpus = [{}, OLD_CPU] if "+avx" in FEATURES else [{}]
     for cpu, value in itertools.product(cpus, ("1", "0", "")):
         environment = os.environ | cpu | {"SPECDEC_PORTABLE": value}
         best, *printed = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env=environment, text=True).split()
         expected = "portable" if value == "1" else best
-        assert printed == [expected, str(expected == "portable")]
+        assert printed == [expected, str(expected == "portable"), f"quant.gguf_repacking.{expected}_Q4_0_matmul"]
         assert best == "portable" or not cpu
 
 
