@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from specdec.quant import FP32
-from specdec.quant.matmul import multiply_reference
+from specdec.quant.matmul import Tile, TileShape, make_pair_tile, multiply_reference
 from specdec.quant.packed_matrix import pack_matrix
 from specdec.runtime.memory import zeros
 from specdec.runtime.simd import PANEL_ROWS, round_up
@@ -28,3 +28,8 @@ def test_matmul_equals_its_definition_bit_for_bit(n: int, n_tokens: int) -> None
     run_product(matrix, out, x)
     run_reference(expected, matrix.panels, x)
     np.testing.assert_array_equal(out.view(np.uint32), expected.view(np.uint32))
+
+
+def test_a_cpu_with_few_registers_needs_no_tile_over_two_panels() -> None:
+    tile = Tile(make_pair_tile, TileShape, max_tokens=0)
+    assert tile.dispatcher.py_func(1, None) is None
