@@ -222,7 +222,7 @@ def count_common_prefix(a: Sequence[object], b: Sequence[object], limit: int) ->
 
 # Fields of a model configuration
 
-MIN_SCALE = 1e-6  # scales lie between this and its inverse, so that their squares are finite in float32, too
+MIN_SCALE, MAX_SCALE = 1e-6, 1e6  # of all scales, so that their squares are finite in float32, too
 ErrorMessages = Iterator[str]  # one message for each invalid field; callers report the first
 
 
@@ -233,17 +233,19 @@ def check_positive(config: object, *names: str) -> ErrorMessages:
             yield f"{name} is {getattr(config, name)}; expected a positive number"
 
 
-def check_scale(config: object, *names: str, min_value: float = MIN_SCALE) -> ErrorMessages:
-    """Yield an error message for each named field of a config that lies outside min_value to 1 / MIN_SCALE."""
+def check_range(config: object, minimum: float, maximum: float, *names: str) -> ErrorMessages:
+    """Yield an error message for each named field of a config that is not a finite number from minimum to maximum."""
+    expected = f"{minimum:g} or more" if maximum == math.inf else f"{minimum:g} to {maximum:g}"
     for name in names:
-        if not min_value <= getattr(config, name) <= 1 / MIN_SCALE:
-            yield f"{name} is {getattr(config, name)}; expected {min_value:g} to {1 / MIN_SCALE:g}"
+        value = getattr(config, name)
+        if not (minimum <= value <= maximum and math.isfinite(value)):
+            yield f"{name} is {value}; expected {expected}"
 
 
 def check_scales(name: str, scales: Sequence[float], n: int) -> ErrorMessages:
-    """Yield an error message unless `scales` is empty or has n factors, each 1 / MIN_SCALE or less in magnitude."""
-    if scales and not (len(scales) == n and all(abs(scale) <= 1 / MIN_SCALE for scale in scales)):
-        yield f"{name} are {scales}; expected {n} numbers up to {1 / MIN_SCALE:g}, or none"
+    """Yield an error message unless `scales` is empty or has n factors, each MAX_SCALE or less in magnitude."""
+    if scales and not (len(scales) == n and all(abs(scale) <= MAX_SCALE for scale in scales)):
+        yield f"{name} are {scales}; expected {n} numbers up to {MAX_SCALE:g}, or none"
 
 
 def prefix_errors(name: str, errors: ErrorMessages) -> ErrorMessages:

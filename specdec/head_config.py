@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from specdec.argument_checks import ErrorMessages, check_positive
+from specdec.argument_checks import ErrorMessages, check_positive, check_range
 from specdec.runtime.simd import PANEL_ROWS
 
 # If a head's file does not name the target's layers: one low, one in the middle, one high
@@ -47,8 +47,7 @@ class HeadConfig:
     def find_errors(self, dim: int, vocab_size: int) -> ErrorMessages:
         """Yield an error message for each setting that is invalid for a draft head of width `dim` with ids below `vocab_size`."""
         yield from check_positive(self, "target_dim")
-        if not 0 < self.draft_vocab_size <= vocab_size:
-            yield f"draft_vocab_size is {self.draft_vocab_size}; expected 1 to vocab_size, {vocab_size}"
+        yield from check_range(self, 1, vocab_size, "draft_vocab_size")
         if dim != self.target_dim and not (self.own_embedding and self.own_classifier):
             yield f"dim is {dim}; expected target_dim, {self.target_dim}, for a head with the target's embedding or classifier"
         if self.draft_vocab_size != vocab_size and not self.own_classifier:
@@ -89,5 +88,4 @@ class AssistantConfig(HeadConfig):
             yield f"draft_vocab_size is {self.draft_vocab_size}; expected vocab_size, {vocab_size}"
         if self.n_centroids < 0 or (self.n_centroids and self.draft_vocab_size % (self.n_centroids * PANEL_ROWS)):
             yield f"n_centroids is {self.n_centroids}; expected equal parts of a multiple of {PANEL_ROWS} tokens"
-        if not min(self.n_centroids, 1) <= self.centroid_top_k <= self.n_centroids:
-            yield f"centroid_top_k is {self.centroid_top_k}; expected 1 to n_centroids, {self.n_centroids}"
+        yield from check_range(self, min(self.n_centroids, 1), self.n_centroids, "centroid_top_k")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from specdec.argument_checks import ErrorMessages, check_positive, check_scale, check_scales
+from specdec.argument_checks import MAX_SCALE, MIN_SCALE, ErrorMessages, check_positive, check_range, check_scales
 
 MAX_CONV_KERNEL_SIZE = 16
 
@@ -21,8 +21,7 @@ class ShortConvConfig:
 
     def find_errors(self) -> ErrorMessages:
         """Yield an error message for each invalid field of this config."""
-        if not 0 < self.kernel_size <= MAX_CONV_KERNEL_SIZE:
-            yield f"kernel_size is {self.kernel_size}; expected 1 to {MAX_CONV_KERNEL_SIZE}"
+        yield from check_range(self, 1, MAX_CONV_KERNEL_SIZE, "kernel_size")
 
 
 @dataclass(frozen=True)
@@ -55,11 +54,10 @@ class DeltaNetConfig:
 
     def find_errors(self) -> ErrorMessages:
         """Yield an error message for each invalid field of this config."""
-        yield from check_positive(self, "n_key_heads", "n_value_heads", "key_head_dim", "value_head_dim", "kernel_size")
+        yield from check_positive(self, "n_key_heads", "n_value_heads", "key_head_dim", "value_head_dim")
+        yield from check_range(self, 1, MAX_CONV_KERNEL_SIZE, "kernel_size")
         if self.n_value_heads % self.n_key_heads:
             yield f"n_value_heads {self.n_value_heads} is not divisible by n_key_heads {self.n_key_heads}"
-        if self.kernel_size > MAX_CONV_KERNEL_SIZE:
-            yield f"kernel_size is {self.kernel_size}; expected at most {MAX_CONV_KERNEL_SIZE}"
 
 
 @dataclass(frozen=True)
@@ -99,13 +97,12 @@ class Mamba2Config:
 
     def find_errors(self) -> ErrorMessages:
         """Yield an error message for each invalid field of this config."""
-        yield from check_positive(self, "n_heads", "head_dim", "n_groups", "state_dim", "kernel_size")
+        yield from check_positive(self, "n_heads", "head_dim", "n_groups", "state_dim")
+        yield from check_range(self, 1, MAX_CONV_KERNEL_SIZE, "kernel_size")
         if self.n_heads % self.n_groups:
             yield f"n_heads {self.n_heads} is not divisible by n_groups {self.n_groups}"
         yield from check_scales("scales", self.scales, 5)
-        yield from check_scale(self, "output_scale")
-        if self.kernel_size > MAX_CONV_KERNEL_SIZE:
-            yield f"kernel_size is {self.kernel_size}; expected at most {MAX_CONV_KERNEL_SIZE}"
+        yield from check_range(self, MIN_SCALE, MAX_SCALE, "output_scale")
 
 
 MixerConfig = ShortConvConfig | DeltaNetConfig | Mamba2Config

@@ -8,7 +8,7 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-from specdec.argument_checks import MIN_SCALE, ErrorMessages, check_positive, check_scale, check_scales, prefix_errors
+from specdec.argument_checks import MAX_SCALE, MIN_SCALE, ErrorMessages, check_positive, check_range, check_scales, prefix_errors
 from specdec.head_config import AssistantConfig, HeadConfig
 from specdec.mixer_config import MixerConfig
 from specdec.runtime.simd import PANEL_ROWS, round_up
@@ -44,9 +44,8 @@ class Llama3RopeScaling:
 
     def find_errors(self) -> ErrorMessages:
         """Yield an error message for each invalid field of this config."""
-        yield from check_positive(self, "factor", "low_freq_factor", "original_seq_len")
-        if self.factor < 1:
-            yield f"factor is {self.factor}; expected 1 or more"
+        yield from check_range(self, 1, math.inf, "factor")
+        yield from check_positive(self, "low_freq_factor", "original_seq_len")
         if not self.low_freq_factor < self.high_freq_factor < math.inf:
             yield f"high_freq_factor is {self.high_freq_factor}; expected more than low_freq_factor, {self.low_freq_factor}"
 
@@ -70,9 +69,8 @@ class YarnRopeScaling:
 
     def find_errors(self) -> ErrorMessages:
         """Yield an error message for each invalid field of this config."""
-        yield from check_positive(self, "factor", "original_seq_len", "beta_fast", "beta_slow")
-        if self.factor < 1:
-            yield f"factor is {self.factor}; expected 1 or more"
+        yield from check_range(self, 1, math.inf, "factor")
+        yield from check_positive(self, "original_seq_len", "beta_fast", "beta_slow")
         if self.beta_fast < self.beta_slow:
             yield f"beta_fast is {self.beta_fast}; expected beta_slow, {self.beta_slow}, or more"
 
@@ -116,8 +114,7 @@ class LatentAttentionConfig:
     def find_errors(self, config: "ModelConfig") -> ErrorMessages:
         """Yield an error message for each field that is invalid in the attention of a config."""
         yield from check_positive(self, "kv_rank", "nope_dim", "rope_dim", "value_dim")
-        if self.q_rank < 0:
-            yield f"q_rank is {self.q_rank}; expected a number of rows, or 0"
+        yield from check_range(self, 0, math.inf, "q_rank")
         if (config.head_dim, config.rotary_dim, config.n_kv_heads) != (self.head_dim, self.rope_dim, 1):
             sizes = f"{config.head_dim}, {config.rotary_dim} and {config.n_kv_heads}"
             yield f"head_dim, rope dim and n_kv_heads are {sizes}; expected {self.head_dim}, {self.rope_dim} and 1"
@@ -175,16 +172,14 @@ class ExpertsConfig:
         """Yield an error message for each field that is invalid in a model with n_layers layers."""
         if self.n_experts < 1 or self.hidden_dim < 1:
             yield f"n_experts and hidden_dim are {self.n_experts} and {self.hidden_dim}; expected positive numbers"
-        if not 1 <= self.n_experts_used <= self.n_experts:
-            yield f"n_experts_used is {self.n_experts_used}; expected 1 to {self.n_experts}"
+        yield from check_range(self, 1, self.n_experts, "n_experts_used")
         if not all(0 <= layer < n_layers for layer in self.dense_layers) or len({*self.dense_layers}) == n_layers:
             yield f"dense_layers are {self.dense_layers}; expected some, but not all, of {n_layers} layers"
-        yield from check_scale(self, "routed_scaling_factor")
+        yield from check_range(self, MIN_SCALE, MAX_SCALE, "routed_scaling_factor")
+        yield from check_range(self, 0, MAX_SCALE, "swiglu_limit", "swiglu_alpha")
+        yield from check_range(self, 0, 1, "sum_eps")
         if self.shared_hidden_dim < 0 or (self.shared_gate and not self.shared_hidden_dim):
             yield f"shared_hidden_dim is {self.shared_hidden_dim}; expected a number of rows, or 0 and no shared_gate"
-        if not 0 <= self.swiglu_limit <= 1 / MIN_SCALE or not 0 <= self.swiglu_alpha <= 1 / MIN_SCALE:
-            values = f"{self.swiglu_limit} and {self.swiglu_alpha}"
-            yield f"swiglu_limit and swiglu_alpha are {values}; expected 0 to {1 / MIN_SCALE:g}"
         if self.has_parallel_mlp and (
             self.swiglu_limit or self.is_sigmoid or self.shared_hidden_dim or self.dense_layers or not self.norm_topk_prob
         ):
@@ -198,7 +193,7 @@ class ExpertsConfig:
         yield from self._find_group_errors()
 
     def _find_group_errors(self) -> ErrorMessages:
-        """Yield the error messages of groups of experts, and of sum_eps."""
+        """Yield the error messages of groups of experts."""
         if self.n_groups < 1 or self.n_experts % self.n_groups:
             yield f"n_groups is {self.n_groups}; expected a divisor of n_experts, {self.n_experts}"
         elif not 1 <= self.n_groups_used <= self.n_groups:
@@ -211,8 +206,6 @@ class ExpertsConfig:
                 yield f"n_groups is {self.n_groups}; expected groups of two experts or more"
             if self.norm_topk_prob and not self.is_sigmoid:
                 yield f"n_groups is {self.n_groups}; expected norm_topk_prob to be false, or is_sigmoid to be true"
-        if not 0 <= self.sum_eps <= 1:
-            yield f"sum_eps is {self.sum_eps}; expected 0 to 1"
 
 
 @dataclass(frozen=True)
@@ -261,8 +254,7 @@ class RopeConfig:
 
     def find_errors(self, head_dim: int) -> ErrorMessages:
         """Yield an error message for each field that is invalid with attention heads of head_dim rows."""
-        if not 1 <= self.theta < math.inf:  # no pair rotates by more than a radian per position
-            yield f"theta is {self.theta}; expected 1 or more"
+        yield from check_range(self, 1, math.inf, "theta")  # no pair rotates by more than a radian per position
         if self.scaling:
             yield from prefix_errors("scaling", self.scaling.find_errors())
         if isinstance(self.scaling, YarnRopeScaling) and self.theta == 1:
@@ -284,8 +276,8 @@ class RopeConfig:
                 f"longrope_threshold is {self.longrope_threshold}; expected a number of tokens if there are "
                 f"long_freq_factors, else 0; query_scale is not supported with it"
             )
-        yield from check_scale(self, "attention_factor")
-        if not 0 <= self.query_scale <= 1 / MIN_SCALE or (self.query_scale and self.query_span < 1):
+        yield from check_range(self, MIN_SCALE, MAX_SCALE, "attention_factor")
+        if not 0 <= self.query_scale <= MAX_SCALE or (self.query_scale and self.query_span < 1):
             span = f"query_span is {self.query_span}"
             yield f"query_scale is {self.query_scale} and {span}; expected 0, or a scale and a span of 1 or more"
 
@@ -333,13 +325,12 @@ class AttentionConfig:
 
     def find_errors(self) -> ErrorMessages:
         """Yield an error message for each invalid field of this config, except those of RoPE and latent attention."""
-        if self.window < 0:
-            yield f"window is {self.window}; expected a number of positions, or 0 for all"
-        yield from check_scale(self, "scale", min_value=0)
-        yield from check_scale(self, "plain_query_scale")
+        yield from check_range(self, 0, math.inf, "window")
+        yield from check_range(self, 0, MAX_SCALE, "scale")
+        yield from check_range(self, MIN_SCALE, MAX_SCALE, "plain_query_scale")
         yield from check_scales("projection_scales", self.projection_scales, 3)
-        if not (self.softcap == 0 or MIN_SCALE <= self.softcap <= 1 / MIN_SCALE):
-            yield f"softcap is {self.softcap}; expected {MIN_SCALE:g} to {1 / MIN_SCALE:g}, or 0"
+        if not (self.softcap == 0 or MIN_SCALE <= self.softcap <= MAX_SCALE):
+            yield f"softcap is {self.softcap}; expected {MIN_SCALE:g} to {MAX_SCALE:g}, or 0"
 
 
 @dataclass(frozen=True)
@@ -464,7 +455,7 @@ class ModelConfig:
         yield from prefix_errors("attention", self.attention.find_errors())
         if self.attention.latent:
             yield from prefix_errors("latent attention", self.attention.latent.find_errors(self))
-        yield from check_scale(self, "embedding_scale", "residual_scale", "logit_divisor")
+        yield from check_range(self, MIN_SCALE, MAX_SCALE, "embedding_scale", "residual_scale", "logit_divisor")
         yield from check_scales("mlp_scales", self.mlp_scales, 2)
         if self.mlp_scales and self.activation in ("relu2", "ungated_gelu", "xielu"):
             yield f"mlp_scales are {self.mlp_scales}; expected none with {self.activation}, which has no gate"
@@ -485,8 +476,8 @@ class ModelConfig:
         """Yield the error messages of norms, per-layer inputs and the logit softcap."""
         if self.per_layer_inputs:
             yield from prefix_errors("per_layer_inputs", self.per_layer_inputs.find_errors(self.vocab_size))
-        if not (self.logit_softcap == 0 or MIN_SCALE <= self.logit_softcap <= 1 / MIN_SCALE):
-            yield f"logit_softcap is {self.logit_softcap}; expected {MIN_SCALE:g} to {1 / MIN_SCALE:g}, or 0"
+        if not (self.logit_softcap == 0 or MIN_SCALE <= self.logit_softcap <= MAX_SCALE):
+            yield f"logit_softcap is {self.logit_softcap}; expected {MIN_SCALE:g} to {MAX_SCALE:g}, or 0"
         if (self.per_layer_inputs or self.layer_scale) and (
             self.norm_placement != "around" or self.architecture not in ("llama", ASSISTANT)
         ):
@@ -548,10 +539,6 @@ class ModelConfig:
         }
         configs = {overrides: replace(self, layers=(), **fields) for overrides, fields in changes.items()}
         return tuple(configs[overrides] for overrides in self.layers)
-
-    def find_mixer_layers(self, mixer_type: type) -> list[int]:
-        """Return the indexes of the layers that have a mixer of the given config type."""
-        return [i for i, overrides in enumerate(self.layers) if isinstance(overrides.mixer, mixer_type)]
 
     @property
     def rope(self) -> RopeConfig:

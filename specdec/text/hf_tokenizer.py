@@ -10,16 +10,16 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from specdec import argument_checks
-from specdec.argument_checks import JSONDict
+from specdec.argument_checks import CheckpointError
 from specdec.loaders import optional_dependencies
-from specdec.loaders.model_file import IS_LFS_POINTER, LFS_POINTER, TOKENIZER_FILE
+from specdec.loaders.model_file import IS_LFS_POINTER, LFS_POINTER, TOKENIZER_FILE, read_optional_json_object
 from specdec.text.hf_encoder import Encoder, load_encoder
 from specdec.tokenizer import TEXT_NOT_STARTED, RenderedSegment, TokenizerError, decode_tokens, read_file_bytes
 
@@ -148,11 +148,12 @@ class HFTokenizer:
     def _find_eos_tokens(self) -> dict[int, str]:
         """Return the id of the eos_token that a file next to the tokenizer names, as {id: "eos"}, or {} if there is none."""
         for neighbour in ("tokenizer_config.json", "special_tokens_map.json"):
-            name = _read_json_object(self.path.with_name(neighbour)).get("eos_token")
-            name = name.get("content") if isinstance(name, dict) else name
-            found = [token for token, each in self._encoder.names.items() if each == name]
-            if found:
-                return {found[-1]: "eos"}
+            with suppress(CheckpointError):  # a damaged file names none
+                name = read_optional_json_object(self.path.with_name(neighbour)).get("eos_token")
+                name = name.get("content") if isinstance(name, dict) else name
+                found = [token for token, each in self._encoder.names.items() if each == name]
+                if found:
+                    return {found[-1]: "eos"}
         return {}
 
 
@@ -274,15 +275,6 @@ def _find_tokenizer_file(path: Path) -> Path:
         return path / TOKENIZER_FILE
     advice = "copy it from the model's source, make one with AutoTokenizer of transformers, or pass tokenizer=..."
     raise TokenizerError(f"{path} has no {TOKENIZER_FILE}; {advice}")
-
-
-def _read_json_object(path: Path) -> JSONDict:
-    """Return the JSON object in a file, or {} if the file is missing, damaged or holds something else."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _make_byte_decoder() -> dict[str, int]:

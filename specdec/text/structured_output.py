@@ -267,22 +267,17 @@ class _LLGuidanceVocabulary:
             self.tokens.append(b"")
         self.eos_token_id, self.special_token_ids = eos_ids[0], list[int]()
         self.tokenizer = tokenizer
-        self._encodings: dict[str, list[int]] = {}
+        self._encode = functools.lru_cache(MAX_CACHED_ENCODINGS)(self._encode_continuation)
         self.has_leading_space = np.array([each.startswith(b" ") for each in self.tokens])
         self._error: Exception | None = None
         self.ll_tokenizer = llguidance.LLTokenizer(self, eos_token=eos_ids)
 
     def __call__(self, text: str) -> list[int]:
-        text = text[: max(MIN_ENCODED_CHARACTERS, 2 * self._max_token_bytes)]
-        if (ids := self._encodings.get(text)) is None:
-            if len(self._encodings) >= MAX_CACHED_ENCODINGS:
-                self._encodings.clear()
-            try:
-                ids = self._encodings[text] = self._encode_continuation(text)
-            except Exception as error:
-                self._error = error
-                raise
-        return ids
+        try:
+            return self._encode(text[: max(MIN_ENCODED_CHARACTERS, 2 * self._max_token_bytes)])
+        except Exception as error:
+            self._error = error
+            raise
 
     def pop_error(self) -> Exception | None:
         """Return and clear the tokenizer's error in the last encoding (or None), which llguidance hides behind its own."""

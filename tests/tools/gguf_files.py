@@ -357,11 +357,12 @@ def make_model_keys(name: str) -> Keys:
         keys |= {f"{a}.rope.scaling.{key}": value for key, value in scaling.items()}
         keys |= {f"{a}.attention.temperature_scale": config.rope.query_scale, f"{a}.rope.dimension_count": config.head_dim}
     kv_heads: Any = config.n_kv_heads
-    if convolutions := config.find_mixer_layers(ShortConvConfig):
+    mixers = [overrides.mixer for overrides in config.layers]
+    if convolutions := [i for i, mixer in enumerate(mixers) if isinstance(mixer, ShortConvConfig)]:
         kv_heads = [0 if i in convolutions else kv_heads for i in range(config.n_layers)]
         keys["lfm2.shortconv.l_cache"] = config.layers[convolutions[0]].mixer.kernel_size
     if d := get_delta_config(config):
-        recurrent = [i in config.find_mixer_layers(DeltaNetConfig) for i in range(config.n_layers)]
+        recurrent = [isinstance(mixer, DeltaNetConfig) for mixer in mixers]
         keys |= {
             "qwen35.rope.dimension_count": config.rotary_dim,
             "qwen35.rope.dimension_sections": TypedValue(9, [11, 11, 10, 0], 5),
