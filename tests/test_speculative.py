@@ -450,7 +450,7 @@ class FakeTrial:
         self.seconds, self.tried = seconds, []
 
     def run(self, scheduler):
-        n_threads = scheduler._bundle.target.n_threads
+        n_threads = scheduler.bundle.target.n_threads
         self.tried.append(n_threads)
         yield Step([5], [], 0, self.seconds[n_threads], 0.0, None)
 

@@ -166,7 +166,7 @@ class GenerationRunner:
         """Generate one output, show it, and print its result or JSON; return the statistics of the generation."""
         decoder, stops = self.models.decoder, self.request.stop or ()
         statistics = Statistics(len(self.prompt))
-        view = self._make_view(statistics)
+        view = self.make_view(statistics)
         marks = decoder.find_reasoning_marks(self.prompt)
         events = decoder.read_and_stream(self.prompt, self.max_tokens, sampling, marks, stop=stops, constraint=self.constraint)
         thought_filter = None
@@ -190,7 +190,8 @@ class GenerationRunner:
             self._print_result(view, statistics, sampling.seed)
         return statistics
 
-    def _make_view(self, statistics: Statistics) -> View:
+    def make_view(self, statistics: Statistics) -> View:
+        """Return a view that shows a generation as the request wants it: as JSON, as plain text or in the live panel."""
         if self.request.as_json:
             return SilentView()
         out = Console()

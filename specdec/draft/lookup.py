@@ -62,13 +62,13 @@ class SuffixAutomaton:
 
     Attributes:
         tokens: The tokens of the sequence so far.
+        transitions: For each state, the state after another token; state 0 is the empty string.
     """
 
     def __init__(self) -> None:
         """Create the automaton of the empty sequence."""
         self.tokens: list[int] = []
-        # Of each state; state 0 is the empty string:
-        self._transitions: list[dict[int, int]] = [{}]  # the state after another token
+        self.transitions: list[dict[int, int]] = [{}]
         self._link = [-1]
         self._length = [0]  # of the longest substring
         self._end_position = [0]  # where the substrings end: the last position at which the longest one was the match
@@ -81,7 +81,7 @@ class SuffixAutomaton:
         the end of the sequence. If the suffix occurs several times, the result is the last occurrence at which it was the longest
         match. It predicts the columns of a list better than the very last occurrence, and costs nothing to keep.
         """
-        transitions, link = self._transitions, self._link
+        transitions, link = self.transitions, self._link
         state = max(link[self._last], 0)
         length = self._length[state]
         for token in tail:
@@ -94,7 +94,7 @@ class SuffixAutomaton:
 
     def append(self, token: int) -> None:
         """Append a token to the sequence and update the automaton."""
-        transitions, link, length, end = self._transitions, self._link, self._length, self._end_position
+        transitions, link, length, end = self.transitions, self._link, self._length, self._end_position
         last, n = self._last, len(self.tokens)
         if last:
             end[link[last]] = n

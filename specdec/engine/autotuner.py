@@ -49,6 +49,8 @@ class Autotuner:
 
     Attributes:
         bundle: The models.
+        curve: The cost of passes once measured; None without a draft.
+        thread_tuner: Chooses the number of threads; None if it is fixed.
         acceptance: How often draft tokens were accepted so far.
         draft_calibration: What `ModelBundle.measure_draft` has returned; None before.
         prefill_limit: How many prompt tokens a pass runs.
@@ -64,15 +66,15 @@ class Autotuner:
         self.prefill_limit = PrefillLimit()
         self.thread_choices = get_thread_choices() if bundle.can_choose_threads else [bundle.target.n_threads]
         self.relative_step_times: dict[int, float] = {}
-        self._curve: CostCurve | None = None  # the cost of passes once measured; None without a draft
+        self.curve: CostCurve | None = None
         self._costs: CostModel | None = None  # of the last sequence
         self._calibration_file: CalibrationFile | None = None  # if there is a draft
-        self._thread_tuner: ThreadTuner | None = None  # if the number of threads may be chosen
+        self.thread_tuner: ThreadTuner | None = None
 
     @property
     def is_too_fast_for_lookup(self) -> bool:
         """Whether a pass of the target is so short that looking up drafts takes too much of the time."""
-        return self._curve is not None and self._curve.pass_seconds[1] <= MIN_LOOKUP_PASS_S
+        return self.curve is not None and self.curve.pass_seconds[1] <= MIN_LOOKUP_PASS_S
 
     @property
     def thread_summary(self) -> str:
@@ -94,20 +96,20 @@ class Autotuner:
             is_batch: Whether the scheduler runs several sequences in a pass.
         """
         if is_batch:
-            return CostModel(self._curve or measure(self.bundle.target.new_cache(), None, self.bundle.draft.vocabulary))
-        return CostModel(self._curve, self._costs) if self._curve and settings.is_adaptive else None
+            return CostModel(self.curve or measure(self.bundle.target.new_cache(), None, self.bundle.draft.vocabulary))
+        return CostModel(self.curve, self._costs) if self.curve and settings.is_adaptive else None
 
     @property
     def step_costs(self) -> list[float]:
         """The time of a step by its number of draft tokens, relative to a step without a draft; empty if it is not measured."""
-        if not (curve := self._curve):
+        if not (curve := self.curve):
             return []
         return [(curve.pass_seconds[n + 1] + n * curve.draft_token) / curve.pass_seconds[1] for n in range(MAX_BATCH_TOKENS)]
 
     @property
     def guess_cost(self) -> float:
         """The time of a drafted token, relative to a step without a draft; 0 if it is not measured."""
-        return self._curve.draft_token / self._curve.pass_seconds[1] if self._curve else 0.0
+        return self.curve.draft_token / self.curve.pass_seconds[1] if self.curve else 0.0
 
     @property
     def is_draft_profitable(self) -> bool:
@@ -126,8 +128,8 @@ class Autotuner:
             n_tokens: Number of tokens that the pass of the step ran.
             seconds: Time of the pass and of the drafts before it.
         """
-        if self._thread_tuner:
-            self._thread_tuner.record_step(n_tokens, seconds)
+        if self.thread_tuner:
+            self.thread_tuner.record_step(n_tokens, seconds)
 
     def save_costs(self, costs: CostModel) -> None:
         """Keep corrected costs for later sequences, and write curve and acceptance to the calibration file, if there is one.
@@ -156,7 +158,7 @@ class Autotuner:
             else:
                 self.relative_step_times = choose_threads(self._set_n_threads, self.thread_choices, time_generation)
             n_threads = self.bundle.target.n_threads
-            self._thread_tuner = ThreadTuner(self.thread_choices, n_threads, self._set_n_threads, is_untried=is_slow)
+            self.thread_tuner = ThreadTuner(self.thread_choices, n_threads, self._set_n_threads, is_untried=is_slow)
         if not self.bundle.draft.is_empty:
             self._calibrate()
         self.draft_calibration = self.bundle.measure_draft()
@@ -171,12 +173,12 @@ class Autotuner:
         models = [self.bundle.target, *([draft.model] if draft.model else [])]
         self._calibration_file = CalibrationFile(models, "" if draft.model else LOOKUP)
         if stored := self._calibration_file.read():
-            self._curve, self.acceptance = stored
-            if self._curve.pass_seconds[1] > SLOW_PASS_S:
+            self.curve, self.acceptance = stored
+            if self.curve.pass_seconds[1] > SLOW_PASS_S:
                 return
         caches = self.bundle.new_caches()
         measured = measure(caches.target, caches.draft, draft.vocabulary, bool(stored))
-        self._curve = self._curve.merge(measured) if self._curve else measured
+        self.curve = self.curve.merge(measured) if self.curve else measured
 
     def _set_n_threads(self, n_threads: int) -> None:
         for model in self.bundle.models.values():

@@ -118,7 +118,7 @@ class PromptCache:
             CheckpointError: If the file of a table of the model has changed.
         """
         n_held, token_keys = len(tokens) - 1 - cache.count_prefill_tokens(tokens), self._get_token_keys(cache, tokens)
-        blocks = [*takewhile(os.path.exists, self._get_block_paths(cache, token_keys, len(tokens) - 1, cache_salt))]
+        blocks = [*takewhile(os.path.exists, self.get_block_paths(cache, token_keys, len(tokens) - 1, cache_salt))]
         if len(blocks) * BLOCK_TOKENS < n_held + BLOCK_TOKENS:
             return 0
         cache.import_kv(tokens, lambda buffers, n_kept: self._load_blocks(cache, buffers, token_keys, blocks, n_kept))
@@ -146,7 +146,7 @@ class PromptCache:
             cache.export_kv(lambda _, held, more: count_common_prefix(held, tokens, len(tokens))),
             self._get_token_keys(cache, tokens),
         )
-        paths = [*self._get_block_paths(cache, token_keys, n, cache_salt)]
+        paths = [*self.get_block_paths(cache, token_keys, n, cache_salt)]
         for path, arrays in cache.export_kv(
             lambda *args: self._collect_missing(cache, tokens[:n], token_keys, paths, is_prefilled, *args)
         ):
@@ -275,7 +275,7 @@ class PromptCache:
             arrays.append(array)
         return arrays
 
-    def _get_block_paths(self, cache: KVCache, token_keys: list[int], n: int, cache_salt: str) -> Iterator[Path]:
+    def get_block_paths(self, cache: KVCache, token_keys: list[int], n: int, cache_salt: str) -> Iterator[Path]:
         """Yield the path of the file of each complete block in a sequence's first n tokens, whether it exists or not."""
         digest = (
             self._get_fingerprint(cache).digest + cache_salt.encode() + bytes([cache.model.config.has_long_rope(len(token_keys))])

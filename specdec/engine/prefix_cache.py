@@ -97,6 +97,8 @@ class PrefixCache:
 
     Attributes:
         prompt_cache: The argument of that name.
+        idle: Slots without a sequence; the first one has been idle longest.
+        in_use: Slots with a running sequence.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class PrefixCache:
         self._lock: threading.RLock
         create_fork_safe_lock(self, "_lock")
         self._bytes_by_capacity: dict[int, int] = {}
-        self._idle, self._in_use = list[KVSlot](), weakref.WeakSet[KVSlot]()  # the first idle one has been idle longest
+        self.idle, self.in_use = list[KVSlot](), weakref.WeakSet[KVSlot]()
         self._memories = dict[str, LookupMemory]()  # by cache salt, the last used one at the end
         self._ended = deque[tuple[KVSlot, int | None]]()  # slots that are in use no more, with the length if it is known
 
@@ -124,15 +126,15 @@ class PrefixCache:
             cache_salt: Only slots with the same salt are reused.
         """
         with self._lock:
-            self._settle()
-            if not self._can_fit(self._in_use, n_tokens):
+            self.settle()
+            if not self._can_fit(self.in_use, n_tokens):
                 return None
             return self._acquire(prompt, n_tokens, cache_salt)
 
     def _acquire(self, prompt: list[int], n_tokens: int, cache_salt: str) -> KVSlot:
         """Return a slot as `acquire` does; `acquire` has checked that the slot fits into memory."""
         n_held_by_slot = {
-            slot: slot.count_cached_tokens(prompt) for slot in (*self._in_use, *self._idle) if slot.cache_salt == cache_salt
+            slot: slot.count_cached_tokens(prompt) for slot in (*self.in_use, *self.idle) if slot.cache_salt == cache_salt
         }
         source = max(
             (slot for slot, n in n_held_by_slot.items() if n >= MIN_SHARED_PREFIX_TOKENS),
@@ -141,13 +143,13 @@ class PrefixCache:
         )
         slot = self._get_free_slot(source, n_held_by_slot[source] if source else 0, n_tokens, cache_salt)
         slot.reserve(n_tokens, self._get_memory(slot.caches, cache_salt))
-        while self._idle and not self._can_fit((*self._idle, *self._in_use), slot.capacity):
-            del self._idle[0]
+        while self.idle and not self._can_fit((*self.idle, *self.in_use), slot.capacity):
+            del self.idle[0]
         if source and source is not slot:
             slot.copy_from(source, prompt)
         if self.prompt_cache and len(prompt) <= self._bundle.target.n_positions:
             self.prompt_cache.restore(slot.caches.target, prompt, cache_salt)
-        self._in_use.add(slot)
+        self.in_use.add(slot)
         return slot
 
     def release(self, slot: KVSlot, n_tokens: int) -> None:
@@ -161,15 +163,15 @@ class PrefixCache:
         """Remove a slot in use together with its KV caches, for example after an error; this takes no lock either."""
         self._ended.append((slot, None))
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Make idle the slots that have ended, and drop those that are idle longest beyond the limit."""
         while self._ended:
             slot, n_tokens = self._ended.popleft()
-            self._in_use.discard(slot)
+            self.in_use.discard(slot)
             if n_tokens is not None:
                 slot.release(n_tokens)
-                self._idle.append(slot)
-        del self._idle[: max(len(self._idle) - self._max_idle, 0)]
+                self.idle.append(slot)
+        del self.idle[: max(len(self.idle) - self._max_idle, 0)]
 
     def limit_bytes(self, max_bytes: float) -> None:
         """Set the memory limit of all slots, for sequences that start from now on."""
@@ -188,15 +190,15 @@ class PrefixCache:
             n_tokens: Most tokens that the sequence may grow to.
             cache_salt: The salt of the new slot.
         """
-        idle = [slot for slot in self._idle if self._can_fit(self._in_use, max(n_tokens, slot.n_peak))]
+        idle = [slot for slot in self.idle if self._can_fit(self.in_use, max(n_tokens, slot.n_peak))]
         slot = next((slot for slot in idle if not slot.n_held), None)
         if source and source in idle and not self._is_worth_keeping(source, n_prefix, n_tokens):
             slot = source
-        elif not slot and len(self._idle) >= self._max_idle:
+        elif not slot and len(self.idle) >= self._max_idle:
             candidates = [slot for slot in idle if slot is not source] or idle
-            slot = candidates[0] if candidates else self._idle.pop(0)
-        if slot in self._idle:
-            self._idle.remove(slot)
+            slot = candidates[0] if candidates else self.idle.pop(0)
+        if slot in self.idle:
+            self.idle.remove(slot)
             if slot.cache_salt == cache_salt:
                 return slot
         caches = self._bundle.new_caches()
@@ -222,7 +224,7 @@ class PrefixCache:
 
         The slot must hold `MIN_SHARED_PREFIX_TOKENS` other tokens if both slots fit into memory, otherwise more than n_prefix.
         """
-        both_fit = self._can_fit((*self._in_use, source), n_tokens)
+        both_fit = self._can_fit((*self.in_use, source), n_tokens)
         return source.n_held - n_prefix >= (MIN_SHARED_PREFIX_TOKENS if both_fit else n_prefix + 1)
 
     def _can_fit(self, slots: Iterable[KVSlot], n_tokens: int) -> bool:

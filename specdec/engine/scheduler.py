@@ -59,6 +59,8 @@ class Scheduler:
         running: The sequences that have one, ordered by their last run, the most recent last.
         runner: Runs the batches.
         metrics: Counters of what the scheduler has done.
+        prefix_cache: The argument of that name.
+        bundle: The models.
     """
 
     def __init__(
@@ -70,15 +72,15 @@ class Scheduler:
         metrics: Metrics | None = None,
     ) -> None:
         """Create a scheduler without sequences."""
-        self._autotuner, self._settings, self._prefix_cache = autotuner, settings, prefix_cache
-        self._bundle = autotuner.bundle
+        self._autotuner, self._settings, self.prefix_cache = autotuner, settings, prefix_cache
+        self.bundle = autotuner.bundle
         self._costs: CostModel | None = autotuner.make_cost_model(settings, is_batch=max_running != 1)
         self.max_running = max_running or find_batch_size(self._costs)
-        self.runner, self._shares = ModelRunner(self._bundle.target), FairShare(self.max_running)
-        self._recompute_lengths = self._bundle.recompute_lengths
+        self.runner, self._shares = ModelRunner(self.bundle.target), FairShare(self.max_running)
+        self._recompute_lengths = self.bundle.recompute_lengths
         self.waiting, self.running = deque[Sequence](), list[Sequence]()
         self.metrics = metrics or Metrics()
-        saver = PromptSaver(self._bundle, prefix_cache.prompt_cache)
+        saver = PromptSaver(self.bundle, prefix_cache.prompt_cache)
         recorder = CostRecorder(autotuner, self._costs, max_running == 1 and settings.is_adaptive)
         self._observers: tuple[StepObserver, ...] = (saver, recorder, self.metrics)
         self._is_prefill_turn = False  # since the last pass had no capacity left for prefill chunks
@@ -192,8 +194,8 @@ class Scheduler:
         while sequence := self._shares.get_next(self.waiting, self.running):
             request, slot = sequence.request, None
             try:
-                n_tokens = min(len(request.prompt) + request.max_tokens, self._bundle.target.n_positions)
-                slot = self._prefix_cache.acquire(request.prompt, n_tokens, sequence.client.cache_salt)
+                n_tokens = min(len(request.prompt) + request.max_tokens, self.bundle.target.n_positions)
+                slot = self.prefix_cache.acquire(request.prompt, n_tokens, sequence.client.cache_salt)
                 if not slot:
                     return
                 state = make_decoding_state(
@@ -203,12 +205,12 @@ class Scheduler:
                 sequence.find_prefix_donor(self.running)
             except Exception as error:
                 if slot:
-                    self._prefix_cache.drop(slot)
+                    self.prefix_cache.drop(slot)
                 batch.add_event(sequence, self._fail(sequence, error))
                 continue
             except BaseException:  # an interrupt
                 if slot:
-                    self._prefix_cache.drop(slot)
+                    self.prefix_cache.drop(slot)
                 raise
             self.waiting.remove(sequence)
             self._shares.start(sequence.client.name, self.running)
@@ -325,9 +327,9 @@ class Scheduler:
             elif sequence in self.running:
                 self.running.remove(sequence)
                 if status is SequenceStatus.FAILED:
-                    self._prefix_cache.drop(sequence.slot)
+                    self.prefix_cache.drop(sequence.slot)
                 else:
-                    self._prefix_cache.release(sequence.slot, len(sequence.tokens))
+                    self.prefix_cache.release(sequence.slot, len(sequence.tokens))
 
     def _fail(self, sequence: Sequence, error: Exception) -> Exception:
         """End a sequence by an error, and return the error."""

@@ -34,14 +34,18 @@ class WarmUp:
 
     def is_complete(self, settings: SpeculativeSettings) -> bool:
         """Return whether nothing is left to do for sequences with these settings."""
-        return all(name in self._completed_tasks for name, _ in self._list_tasks(settings))
+        return not self.list_pending_tasks(settings)
 
     def run(self, settings: SpeculativeSettings) -> None:
         """Compile or load the code that sequences with these settings need, choose threads, and measure costs, each only once."""
-        while pending := [task for task in self._list_tasks(settings) if task[0] not in self._completed_tasks]:
+        while pending := self.list_pending_tasks(settings):
             name, task = pending[0]
             task()
             self._completed_tasks.add(name)
+
+    def list_pending_tasks(self, settings: SpeculativeSettings) -> list[tuple[str, Callable[[], object]]]:
+        """Return each task that is left to do for sequences with these settings, with its name, in order."""
+        return [task for task in self._list_tasks(settings) if task[0] not in self._completed_tasks]
 
     def _list_tasks(self, settings: SpeculativeSettings) -> Iterator[tuple[str, Callable[[], object]]]:
         """Yield each task with its name, in order. One thread runs other code than several: passes are a task for each case."""

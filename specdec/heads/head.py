@@ -171,11 +171,11 @@ class HeadCache(KVCache):
             raise ValueError(f"n_logits is {n_logits}; expected 0 to {n_pairs} for {len(tokens)} tokens of a head")
         mapper = self.head.vocab_mapper
         logits = mapper.get_buffer(n_logits)
-        self._reserve(n_pairs)
+        self.reserve(n_pairs)
         limit = n_pairs - n_logits
         n_held = min(max(count_common_prefix(self._tokens, tokens, len(tokens)) - 1, 0), limit)
         at = min(self._n_true_pairs, n_held)
-        n_true = self._compute_features(tokens, at, n_pairs)
+        n_true = self.compute_features(tokens, at, n_pairs)
         at = at if n_true else n_held
         self._check_tokens("tokens", tokens[at + 1 :])
         self._n_true_pairs = min(self._n_true_pairs, at)
@@ -184,7 +184,7 @@ class HeadCache(KVCache):
             n = n_true or self._feed_back_output(at, n_pairs)
             self._buffers.tokens[:n] = tokens[at + 1 : at + 1 + n]
             n_rows = max(min(n, at + n - limit), 0)
-            self._executor(n, at, 0 if trimmed else n_rows, self.model.n_threads)
+            self.executor(n, at, 0 if trimmed else n_rows, self.model.n_threads)
             at += n
             self._tokens += tokens[len(self._tokens) : at + 1]
             if n_rows:
@@ -192,10 +192,10 @@ class HeadCache(KVCache):
                 mapper.scatter(at - n_rows - limit, rows)
             if n_true:
                 self._n_true_pairs = at
-                n_true = self._compute_features(tokens, at, n_pairs)
+                n_true = self.compute_features(tokens, at, n_pairs)
         return logits
 
-    def _compute_features(self, tokens: list[int], first: int, end: int) -> int:
+    def compute_features(self, tokens: list[int], first: int, end: int) -> int:
         """Compute features from the target's hidden states into the buffer x, for pairs from `first` to `end`.
 
         Returns:

@@ -112,7 +112,7 @@ class SharedKVHeadCache(HeadCache):
         b.pairs[0, 0, width : 2 * width] = b.outputs[0, :width] if position > first else target_states[first - 1]
         b.tokens[:1] = self._check_tokens("tokens", tokens[position : position + 1])
         self._last_pass = None
-        self._executor(1, first - 1, 1, self.model.n_threads)
+        self.executor(1, first - 1, 1, self.model.n_threads)
         self._last_pass = first, tokens[: position + 1]
 
     def _write_logits(self, logits: Float32) -> None:
@@ -143,7 +143,7 @@ class SharedKVHeadCache(HeadCache):
         program = model.architecture.program(model.config, model.weights, buffers)
         executor, candidates = Executor(program), self._make_candidate_classifier(buffers)
         # the fields change together, after everything that may fail
-        self._target_buffers, self._executor, self._buffers = target_buffers, executor, buffers
+        self._target_buffers, self.executor, self._buffers = target_buffers, executor, buffers
         self._candidate_classifier, self._last_pass = candidates, None
 
     def _make_candidate_classifier(self, buffers: Buffers) -> tuple[Array, Executor] | None:

@@ -43,6 +43,7 @@ class KVCache:
         model: The model.
         hidden_layers: Layers before which the hidden states are kept.
         trimmed_classifier: Computes a draft's logits of candidate tokens only, if there is one.
+        executor: Runs the forward program over the cache's buffers.
 
     Raises:
         ValueError: If one of the hidden_layers does not exist or is given twice.
@@ -205,8 +206,8 @@ class KVCache:
         with model.exclusive():
             n = max(len(tokens) - 1, 0) - other.count_prefill_tokens(tokens)
             cached = other._tokens[:n]
-            self._reserve(n)
-            self._switch_rope(other._has_long_rope)
+            self.reserve(n)
+            self.switch_rope(other._has_long_rope)
             self._rewind(0)
             self._buffers.copy_sequence(other._buffers, round_up(n, PANEL_ROWS))
             self._tokens, self._min_rewind = cached, other._min_rewind
@@ -248,8 +249,8 @@ class KVCache:
             RuntimeError: As in `Model.forward`.
         """
         with self.model.exclusive():
-            self._reserve(len(tokens))
-            self._switch_rope(self.model.config.has_long_rope(len(tokens)))
+            self.reserve(len(tokens))
+            self.switch_rope(self.model.config.has_long_rope(len(tokens)))
             self._rewind(n_kept := self.count_reusable_tokens(tokens, len(tokens) - 1))
             n, snapshots = fill(self._buffers, n_kept)
             if n > n_kept:
@@ -319,13 +320,13 @@ class KVCache:
             return self._run(tokens, nodes, n_logits, n_total)
         are_long = self._find_long_rope_rows(tokens, nodes, n_logits, n_total)
         if are_long.any() and not are_long.all():
-            self._switch_rope(False)
+            self.switch_rope(False)
             short_logits = self._run(tokens, nodes, n_logits).copy()
-            self._switch_rope(True)
+            self.switch_rope(True)
             logits = self._run(tokens, nodes, n_logits)
             logits[~are_long] = short_logits[~are_long]
             return logits
-        self._switch_rope(bool(are_long[0]))
+        self.switch_rope(bool(are_long[0]))
         return self._run(tokens, nodes, n_logits)
 
     def select_uncached(self, tokens: list[int], n_logits: int, n_total: int) -> list[int]:
@@ -342,7 +343,7 @@ class KVCache:
             raise ValueError(
                 f"a sequence of a batch gets longer than {threshold} tokens, where its RoPE factors change; run it alone"
             )
-        self._switch_rope(bool(are_long[0]))
+        self.switch_rope(bool(are_long[0]))
         return self._check_tokens("tokens", tokens[self.count_reusable_tokens(tokens, len(tokens) - n_logits) :])
 
     def begin_batch(self, tokens: list[int], new: list[int], row: int) -> tuple[Executor, int]:
@@ -357,11 +358,11 @@ class KVCache:
             The cache's executor, and the slot of the first token.
         """
         start = len(tokens) - len(new)
-        self._reserve(len(tokens))
+        self.reserve(len(tokens))
         self._rewind(start)
         self._advance(len(new))
         self._buffers.load_tokens(new, self.model.weights.table, row)
-        return self._executor, start
+        return self.executor, start
 
     def end_batch(self, new: list[int], n_logits: int, n_total: int, end: int) -> Float32:
         """Add the tokens that a pass over several sequences has run for this one, and return its logits, those before row `end`.
@@ -380,11 +381,11 @@ class KVCache:
         lengths = compute_lengths(tokens, nodes, n_logits) if n_logits else [max(n_total, len(tokens) + 1)]
         return np.array([self.model.config.has_long_rope(n) for n in lengths], bool)
 
-    def _switch_rope(self, is_long: bool) -> None:
+    def switch_rope(self, is_long: bool) -> None:
         """Select the long or short RoPE factors; clear the cache if the selection changes."""
         if is_long != self._has_long_rope:
             self._rewind(0)
-            self._has_long_rope, self._executor = is_long, self._executors[is_long]
+            self._has_long_rope, self.executor = is_long, self._executors[is_long]
 
     def _run(self, tokens: list[int], nodes: list[TreeNode], n_logits: int, n_total: int = 0) -> Float32:
         """Run the tokens and tree nodes that the cache does not hold, and the last n_logits of both; return the logits."""
@@ -398,7 +399,7 @@ class KVCache:
         new = self._check_tokens("tokens", tokens[start:])
         if nodes:
             new += self._check_tokens("nodes", [token for token, _ in nodes[n_nodes:]])
-        self._reserve(len(tokens) + len(nodes))
+        self.reserve(len(tokens) + len(nodes))
         if self._tree_nodes:
             del self._tree_nodes[n_nodes:]
         self._truncate(start)
@@ -411,7 +412,7 @@ class KVCache:
             del new[: len(batch)]
             self._buffers.load_tokens(batch, self.model.weights.table, 0)
             self._advance(len(batch))
-            self._executor(len(batch), len(self._tokens) + n_nodes, 0 if new or trimmed else n_logits, n_threads, len(tokens))
+            self.executor(len(batch), len(self._tokens) + n_nodes, 0 if new or trimmed else n_logits, n_threads, len(tokens))
             self._tokens += batch[: len(tokens) - len(self._tokens)] if nodes else batch
         if nodes:
             self._tree_nodes += nodes[n_nodes:]
@@ -485,7 +486,7 @@ class KVCache:
         self._tokens += tokens
         return len(self._tokens)
 
-    def _reserve(self, n_slots: int) -> None:
+    def reserve(self, n_slots: int) -> None:
         """Grow the buffers, to twice the capacity or more, if they cannot hold n_slots tokens of a sequence and its tree."""
         if n_slots <= self._capacity:
             return
@@ -497,7 +498,7 @@ class KVCache:
         """Replace buffers and executors by ones for `capacity` slots, with the same contents."""
         buffers, executors = self.model.make_buffers(capacity, self.hidden_layers, self._buffers if self._capacity else None)
         # One assignment: an interrupt between several would leave a program over buffers that are gone.
-        self._executors, self._executor, self._buffers, self._capacity = (
+        self._executors, self.executor, self._buffers, self._capacity = (
             executors, executors[self._has_long_rope], buffers, capacity,
         )  # fmt: skip
 

@@ -352,7 +352,11 @@ def allocate_context() -> Int64:
 
 
 class Executor:
-    """A program with its ops encoded as numbers, which runs on threads each time it is called."""
+    """A program with its ops encoded as numbers, which runs on threads each time it is called.
+
+    Attributes:
+        ops: The encoded ops, one in each row.
+    """
 
     def __init__(
         self, program: Program, sequence_arrays: Sequence[Array] = (), token_arrays: Sequence[tuple[Array, int]] = ()
@@ -366,17 +370,17 @@ class Executor:
                 arrays.
         """
         ops = [op for phase in program for op in phase]
-        self._ops = np.zeros((len(ops), OP_WORDS), np.int64)
+        self.ops = np.zeros((len(ops), OP_WORDS), np.int64)
         for phase, end in zip(program, itertools.accumulate(map(len, program)), strict=True):
             phase_bytes = sum(op.bytes_per_token for op in phase), sum(op.bytes_per_slot for op in phase)
-            self._ops[end - len(phase), [N_OPS_WORD, TOKEN_BYTES_WORD, SLOT_BYTES_WORD]] = len(phase), *phase_bytes
+            self.ops[end - len(phase), [N_OPS_WORD, TOKEN_BYTES_WORD, SLOT_BYTES_WORD]] = len(phase), *phase_bytes
         self._references: list[object] = [op.kernel for op in ops]  # keeps alive what ops refer to by address
         sequence_map, token_map = (
             _AddressMap([(array, i + 1) for i, array in enumerate(sequence_arrays)]),
             _AddressMap(token_arrays),
         )
         sequence_ops = dict[int, list[int]]()
-        for i, (words, op) in enumerate(zip(self._ops, ops, strict=True)):
+        for i, (words, op) in enumerate(zip(self.ops, ops, strict=True)):
             encoded = [
                 op.kernel.address,
                 *words[N_OPS_WORD:SEQUENCE_OP_WORD].tolist(),
@@ -393,7 +397,7 @@ class Executor:
             if any(sequence_map.find(encoded[word]) for word in array_words):
                 encoded[SEQUENCE_OP_WORD], sequence_ops[i] = len(sequence_ops), array_words
             words[: len(encoded)] = encoded
-        self._sequence_ops = self._ops[[*sequence_ops]]
+        self._sequence_ops = self.ops[[*sequence_ops]]
         self._token_bytes = np.zeros(self._sequence_ops.shape, np.int64)  # step per token of each word
         self._owners = np.zeros(self._sequence_ops.shape, np.int64)  # number of the sequence array it points into, from 1, or 0
         for words, steps, owners, array_words in zip(
@@ -407,7 +411,7 @@ class Executor:
     def _prepare(self) -> None:
         """Allocate a context, and store the addresses of the context, of the ops and of the ops with sequence arrays."""
         self._context = allocate_context()
-        self._addresses = self._context.ctypes.data, self._ops.ctypes.data
+        self._addresses = self._context.ctypes.data, self.ops.ctypes.data
         self._single_sequence = self._sequence_ops.ctypes.data, 1, self._context.ctypes.data
 
     def with_sequence_arrays(self, sequence_arrays: Sequence[Array]) -> "Executor":
@@ -453,7 +457,7 @@ class Executor:
     def _run_phases(self, *numbers: int) -> None:
         CONTEXT_STRUCT.pack_into(self._context.data, 0, *numbers)
         self._context[DONE_WORD:] = 0
-        run_on_threads(_get_run_ops_address(), *self._addresses, 0, len(self._ops), numbers[N_THREADS_WORD])
+        run_on_threads(_get_run_ops_address(), *self._addresses, 0, len(self.ops), numbers[N_THREADS_WORD])
 
 
 class _AddressMap:

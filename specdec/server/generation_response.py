@@ -230,7 +230,7 @@ class ResponseStreamer:
             if item:
                 deltas[item[0]].add(item[1])
         # a large response takes a second to format, so a thread does it
-        chunks = await asyncio.to_thread(lambda: [*_split_body(encode_json(response.format_response(deltas)))])
+        chunks = await asyncio.to_thread(lambda: [*split_body(encode_json(response.format_response(deltas)))])
         headers = [(b"content-type", b"application/json"), (b"content-length", str(sum(map(len, chunks))).encode())]
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         for i, chunk in enumerate(chunks):
@@ -266,6 +266,7 @@ class ResponseStreamer:
         await self._send({"type": "http.response.body", "body": chunk, "more_body": not is_last})
 
 
-def _split_body(data: bytes) -> Iterator[bytes]:
+def split_body(data: bytes) -> Iterator[bytes]:
+    """Yield a response body in pieces of at most `MAX_WRITE_BYTES`."""
     for first in range(0, len(data), MAX_WRITE_BYTES):
         yield data[first : first + MAX_WRITE_BYTES]

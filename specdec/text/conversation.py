@@ -191,6 +191,7 @@ class Conversation:
         constraint: A constraint that every answer must satisfy.
 
     Attributes:
+        decoder, constraint: As given.
         messages: All messages without the system prompt; an answer also has its tokens, the number of its
             attempt and its thought as `reasoning_content`, if it has one.
         thinking: Whether the model thinks before an answer; None for the default of the chat template.
@@ -207,10 +208,10 @@ class Conversation:
         constraint: Constraint | None = None,
     ) -> None:
         """Start a conversation without messages."""
-        self._decoder, self.settings, self.model, self.metadata = decoder, settings or ChatSettings(), model, metadata
+        self.decoder, self.settings, self.model, self.metadata = decoder, settings or ChatSettings(), model, metadata
         self.system = argument_checks.check_string("the system prompt", system)
         self.messages: list[JSONDict] = []
-        self.n_dropped, self._constraint = 0, constraint
+        self.n_dropped, self.constraint = 0, constraint
         self.thinking: bool | None = None
 
     def clear(self) -> None:
@@ -223,7 +224,7 @@ class Conversation:
         Raises:
             ValueError: The chat template has no variable for it.
         """
-        if not make_thinking_options(self._decoder.chat_template, is_on):
+        if not make_thinking_options(self.decoder.chat_template, is_on):
             raise ValueError("the model's chat template cannot switch thinking on or off")
         self.thinking = is_on
 
@@ -259,14 +260,14 @@ class Conversation:
         tokens, is_complete, text, thought_filter = list[int](), False, "", None
         try:
             prompt = self._encode_prompt()
-            settings, max_new = self.settings, self._decoder.n_positions + 1 - len(prompt)
+            settings, max_new = self.settings, self.decoder.n_positions + 1 - len(prompt)
             max_tokens, sampling = min(settings.max_tokens, max_new), settings.make_sampling(attempt)
-            constraint, template, tokenizer = self._constraint, self._decoder.chat_template, self._decoder.tokenizer
+            constraint, template, tokenizer = self.constraint, self.decoder.chat_template, self.decoder.tokenizer
             if marks := find_reasoning_marks(template, tokenizer, prompt):
                 if constraint and not marks.closes_in_prompt:
                     constraint = ReasoningConstraint(marks, tokenizer, constraint, is_required=True)
                 thought_filter = ThoughtFilter(marks)
-            for event in self._decoder.read_and_stream(prompt, max_tokens, sampling, marks, constraint=constraint):
+            for event in self.decoder.read_and_stream(prompt, max_tokens, sampling, marks, constraint=constraint):
                 if isinstance(event, Step):
                     tokens += event.tokens
                     text += event.text
@@ -282,7 +283,7 @@ class Conversation:
     @property
     def template_system_prompt(self) -> str:
         """The system prompt that the chat template adds to a conversation without one; "" if it adds none."""
-        render, question = self._decoder.chat_template.render, {"role": USER, "content": PROBE}
+        render, question = self.decoder.chat_template.render, {"role": USER, "content": PROBE}
         try:
             before, _, rest = render([{"role": SYSTEM, "content": PROBE}, question]).partition(PROBE)
             after, _, _ = rest.partition(PROBE)
@@ -291,7 +292,7 @@ class Conversation:
             return ""
         return own.strip() if is_added and PROBE not in own else ""
 
-    def _get_visible_messages(self) -> list[Message]:
+    def get_visible_messages(self) -> list[Message]:
         """Return the messages that the model sees: the system prompt, if there is one, and the messages that were not dropped."""
         system = [{"role": SYSTEM, "content": self.system}] if self.system else []
         return [*system, *self.messages[self.n_dropped :]]
@@ -302,7 +303,7 @@ class Conversation:
         Raises:
             ValueError: The question alone does not fit the context.
         """
-        n_positions = self._decoder.n_positions
+        n_positions = self.decoder.n_positions
         tokens = self._encode_messages()
         if tokens is None or len(tokens) + min(self.settings.max_tokens, n_positions // MIN_ANSWER_DIVISOR) > n_positions:
             self._drop_oldest_turns(n_positions - n_positions // FREED_CONTEXT_DIVISOR)
@@ -314,8 +315,8 @@ class Conversation:
         return tokens
 
     def _encode(self) -> list[int]:
-        options = {} if self.thinking is None else make_thinking_options(self._decoder.chat_template, self.thinking)
-        return self._decoder.encode_chat(self._get_visible_messages(), options=options)
+        options = {} if self.thinking is None else make_thinking_options(self.decoder.chat_template, self.thinking)
+        return self.decoder.encode_chat(self.get_visible_messages(), options=options)
 
     def _encode_messages(self) -> list[int] | None:
         """Return the token ids of the visible messages, or None if they cannot fit the context and were therefore not encoded."""
@@ -391,7 +392,7 @@ class Conversation:
             thinking = _get_field(content, "thinking", bool) if "thinking" in content else None
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path} is a damaged conversation: {error}") from None
-        vocab_size = self._decoder.tokenizer.vocab_size
+        vocab_size = self.decoder.tokenizer.vocab_size
         for message in messages:  # tokens of another model's vocabulary are dropped; the text stays
             if not all(0 <= token < vocab_size for token in message.get("tokens", [])):
                 message["tokens"] = []

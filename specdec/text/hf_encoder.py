@@ -47,7 +47,7 @@ class Encoder:
         self.names |= {token: added.content for token, added in self._added.items()}
         self.specials = {token: added.content for token, added in self._added.items() if added.special}
         self.decoder = _to_json(library.decoder)
-        self._max_growth = _get_max_growth(_to_json(library.normalizer)) * _get_max_growth(_to_json(library.pre_tokenizer))
+        self.max_growth = _get_max_growth(_to_json(library.normalizer)) * _get_max_growth(_to_json(library.pre_tokenizer))
         self._prefix_ids = _get_prefix_ids(_to_json(library.post_processor))
         self._unknown_ids = set[int]()  # what the model makes of an unknown character
         with suppress(Exception):
@@ -65,7 +65,7 @@ class Encoder:
         Raises:
             ValueError: The text could become too long when it is normalized.
         """
-        _check_growth(len(text.encode()), self._max_growth)
+        _check_growth(len(text.encode()), self.max_growth)
         return [*self._prefix_ids, *self._encode_with_spans(text, [])]
 
     def encode_segments(self, segments: Sequence[RenderedSegment]) -> list[int]:
@@ -79,7 +79,7 @@ class Encoder:
         """
         texts = [segment.text for segment in segments]
         text = "".join(texts)
-        _check_growth(len(text.encode()), self._max_growth)
+        _check_growth(len(text.encode()), self.max_growth)
         # Find the template's special tokens in the text with one mask character per message.
         mask = _find_unused_characters(text, 1, *self.specials.values())[0]
         masked_texts = [mask if segment.is_message else segment.text for segment in segments]

@@ -216,6 +216,9 @@ class ChatSession:
         labels: Names of the models.
         plain: Whether to print without colours.
         json_extra: Further fields of the JSON object printed per answer; None prints text.
+
+    Attributes:
+        last_conversation_path: File in which the conversation is saved after each answer; None saves it nowhere.
     """
 
     def __init__(
@@ -227,7 +230,7 @@ class ChatSession:
         self._is_plain = plain or self._out.is_dumb_terminal
         self._statistics: Statistics | None = None
         self._uses_panel = self._is_over = False
-        self._last_conversation_path: Path | None = None
+        self.last_conversation_path: Path | None = None
         self._commands: dict[str, Callable[[str], object]] = {
             "help": self._print_help, "clear": self._clear, "regen": self._regenerate, "system": self._set_system_prompt,
             "set": self._set_option, "think": self._set_thinking, "thought": self._print_thought,
@@ -253,7 +256,7 @@ class ChatSession:
             if n_dropped_turns := (self._conversation.n_dropped - n_dropped) // 2:
                 turns = "turn is" if n_dropped_turns == 1 else f"{n_dropped_turns} turns are"
                 self._print_notice(f"the context is full: the oldest {turns} left out from here on")
-            view = self._make_view(statistics)
+            view = self.make_view(statistics)
             rest = events if isinstance(view, LivePanel) else shown_events  # the panel shows prefill progress itself
             run_view(view, _chain(replace(first, text=""), rest), statistics)  # without the prompt's text
         self._statistics = statistics
@@ -279,19 +282,19 @@ class ChatSession:
             state_dir: Folder of the history and the last conversation; None saves neither.
         """
         signals.begin_output()  # from here on, more than one answer can be lost
-        self._last_conversation_path = state_dir / LAST_CONVERSATION_FILE if state_dir else None
-        is_kept = bool(self._last_conversation_path and os.path.exists(self._last_conversation_path))
+        self.last_conversation_path = state_dir / LAST_CONVERSATION_FILE if state_dir else None
+        is_kept = bool(self.last_conversation_path and os.path.exists(self.last_conversation_path))
         self._print_notice(f"/help lists the commands, {'/load continues the last conversation, ' * is_kept}Ctrl-D leaves")
         if first:
             self._out.print(Text(f"{PROMPT}{_shorten(sanitize(first))}", "" if self._is_plain else "bold"))
         lines = LineEditor(
-            state_dir and state_dir / HISTORY_FILE, self._is_command, self._get_completions, is_bold=not self._is_plain
+            state_dir and state_dir / HISTORY_FILE, self.is_command, self.get_completions, is_bold=not self._is_plain
         )
         message = f" {first}" if first.startswith("/") else first
         with lines.session():
             while True:
                 if message.strip():
-                    self._handle_input(message)
+                    self.handle_input(message)
                 if self._is_over or signals.end_signal not in (0, signal.SIGINT):
                     return
                 try:
@@ -313,12 +316,12 @@ class ChatSession:
         try:
             yield
         finally:
-            if self._last_conversation_path and self._conversation.messages:
+            if self.last_conversation_path and self._conversation.messages:
                 with suppress(OSError):  # the home directory is not writable
-                    self._last_conversation_path.parent.mkdir(parents=True, exist_ok=True)
-                    self._conversation.write(self._last_conversation_path, 0o600)
+                    self.last_conversation_path.parent.mkdir(parents=True, exist_ok=True)
+                    self._conversation.write(self.last_conversation_path, 0o600)
 
-    def _get_completions(self, line: str) -> list[str]:
+    def get_completions(self, line: str) -> list[str]:
         """Return the lines that a partly typed chat command can be completed to: by a command's name, a setting or a file."""
         name, is_named, rest = line.partition(" ")
         if not is_named:
@@ -329,10 +332,11 @@ class ChatSession:
             return [f"{name} {path}" for path in _complete_path(rest)]
         return [f"{name} {setting} " for setting in asdict(ChatSettings()) if name == "/set" and setting.startswith(rest)]
 
-    def _is_command(self, line: str) -> bool:
+    def is_command(self, line: str) -> bool:
+        """Return whether a line begins with the name of a chat command."""
         return line.startswith("/") and _parse_command(line)[0] in self._commands
 
-    def _handle_input(self, message: str) -> None:
+    def handle_input(self, message: str) -> None:
         """Run a chat command, or answer a message; an error is printed in one line, not raised."""
         try:
             if not message.startswith("/"):
@@ -350,7 +354,8 @@ class ChatSession:
         except (TypeError, ValueError, MemoryError) as error:
             self._print_notice(" ".join(str(error).split()) or "not enough memory", style="")
 
-    def _make_view(self, statistics: Statistics) -> View:
+    def make_view(self, statistics: Statistics) -> View:
+        """Return a view that shows an answer: in the live panel if the user wants it, otherwise as text, or not at all."""
         settings = self._conversation.settings
         if self._json_extra is not None:
             return SilentView()
@@ -424,9 +429,9 @@ class ChatSession:
         self._print_notice(f"saved in {name}")
 
     def _load(self, name: str) -> None:
-        if not name and self._last_conversation_path and not os.path.exists(self._last_conversation_path):
+        if not name and self.last_conversation_path and not os.path.exists(self.last_conversation_path):
             raise ValueError("no conversation is saved yet; name a file")
-        path = self._last_conversation_path if not name and self._last_conversation_path else _parse_path(name)
+        path = self.last_conversation_path if not name and self.last_conversation_path else _parse_path(name)
         model, current_model = self._conversation.load(path), self._conversation.model
         n = len(self._conversation.messages) // 2
         note = f"; it was saved with {model}, the current model is {current_model}" if model != current_model else ""

@@ -74,14 +74,15 @@ class InteractiveView:
         self._is_paused = self._shows_key_hints = self.ended = False
         self._more_key_hints = list[str]()
 
-    def _poll(self) -> bool:
+    def poll(self) -> bool:
         """Handle the keys pressed since the last call; return whether a key, a resize or Ctrl-Z requires a new frame."""
         actions = self._window.read_actions()
         for action in actions:
-            self._handle_input(action)
+            self.handle_input(action)
         return bool(actions) or self._window.needs_redraw or signals.is_stop_requested
 
-    def _handle_input(self, action: str) -> None:
+    def handle_input(self, action: str) -> None:
+        """Do what a key stands for."""
         if action == "pause":
             self._is_paused = not self._is_paused
         elif action == "explain":
@@ -225,7 +226,7 @@ class LivePanel(InteractiveView):
     def _is_due(self, now: float) -> bool:
         if now >= self._next_poll_time:
             self._next_poll_time = now + POLL_INTERVAL_S
-            self._poll()
+            self.poll()
         is_slow = bool(self._pace) or self._is_paused or self._next_step_time - now > MIN_WAIT_S  # frames are held
         return now >= self._next_frame_time or is_slow or signals.is_stop_requested
 
@@ -239,14 +240,16 @@ class LivePanel(InteractiveView):
         tokens_per_pass = (s.n_generated + PRIOR_TOKENS) / (s.target_passes + PRIOR_PASSES)
         return max(left, 0.0) / max((n_tokens - s.n_generated) / tokens_per_pass, 1.0)
 
-    def _poll(self) -> bool:
-        is_new = super()._poll()
+    def poll(self) -> bool:
+        """Handle the keys as every view does, and draw the next frame at once if one is required."""
+        is_new = super().poll()
         self._next_frame_time = 0.0 if is_new else self._next_frame_time
         return is_new
 
-    def _handle_input(self, action: str) -> None:
+    def handle_input(self, action: str) -> None:
+        """Do what a key stands for, the panel's own actions included; it ends auto pacing."""
         self._is_auto_paced, self._next_step_time = False, 0.0
-        super()._handle_input(action)
+        super().handle_input(action)
         if action == "pause":
             self._steps_requested = 0
         elif action == "step":
@@ -278,7 +281,7 @@ class LivePanel(InteractiveView):
             if left <= CLOCK_RESOLUTION_S:
                 break
             self._window.sleep(min(left, POLL_INTERVAL_S))
-            if self._poll():
+            if self.poll():
                 self._window.draw(self.render)
         if at_step:
             self._steps_requested = max(0, self._steps_requested - 1)

@@ -103,14 +103,15 @@ class RaceView(InteractiveView):
                     left -= 0 if self._is_paused else passed
                 elif not self._is_paused:
                     self._race_seconds += passed / self.slowdown
-                is_new = self._poll()
+                is_new = self.poll()
                 has_moved = [replay.advance_to(self._race_seconds) for replay in self._replays]
                 if is_new or any(has_moved):
                     self._window.draw(self.render)
                     last = self._clock()  # Ctrl-Z may have stopped the process
 
-    def _handle_input(self, action: str) -> None:
-        super()._handle_input(action)
+    def handle_input(self, action: str) -> None:
+        """Do what a key stands for, the race's own actions included."""
+        super().handle_input(action)
         i = SLOWDOWN_FACTORS.index(self.slowdown)
         if action == "step":
             self._is_paused = True

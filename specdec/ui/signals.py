@@ -179,12 +179,13 @@ class SignalHandler:
 
     def _exit_now(self, signum: int) -> None:
         with suppress(RuntimeError):  # no thread is available
-            cleanup = threading.Thread(target=self._run_cleanups, daemon=True)
+            cleanup = threading.Thread(target=self.run_cleanups, daemon=True)
             cleanup.start()
             cleanup.join(CLEANUP_TIMEOUT_S)
         os._exit(exit_code(signum))
 
-    def _run_cleanups(self) -> None:
+    def run_cleanups(self) -> None:
+        """Undo what the process has changed of the terminal, the last change first."""
         for undo in reversed(self._cleanups):
             with suppress(OSError, ValueError):  # the terminal or its stream has closed
                 undo()

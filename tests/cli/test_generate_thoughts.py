@@ -77,7 +77,7 @@ def test_the_panel_folds_the_thought(make_runner: Any, monkeypatch: pytest.Monke
     runner, _ = make_runner(TEXTS[0][0], plain=False)
     window = Window(Console(file=out, force_terminal=True, width=60, height=30))
     panel = LivePanel(window, Statistics(), 99, ModelLabels("a"))
-    monkeypatch.setattr(GenerationRunner, "_make_view", lambda self, statistics: panel)
+    monkeypatch.setattr(GenerationRunner, "make_view", lambda self, statistics: panel)
     runner.generate(Sampling())
     rows = [row.strip() for row in sanitize(out.getvalue()).split("\n")]
     assert rows[-5:-1] == [PROMPT.strip(), "thought for 3.0 s, 2 tokens", "", "Yes."]

@@ -20,7 +20,6 @@ from specdec.runtime.code_cache import CALIBRATION_SUFFIX
 from specdec.runtime.disk_store import DiskStore
 from specdec.runtime.simd import MAX_TILE_TOKENS
 from specdec.text.tokenizer_lookup import SharedVocabulary
-from tests.tools.inside import get_curve
 from tests.tools.random_models import tiny_model
 
 
@@ -166,7 +165,7 @@ def test_an_expensive_draft_in_a_file_is_measured_again(folder, pair, seconds):
     file = CalibrationFile([decoder.target, decoder.draft], "")
     file.write(CostCurve({1: 1e-9, 64: 1e-9}, seconds), Acceptance())
     decoder.warm_up()
-    curve = get_curve(decoder.autotuner)
+    curve = decoder.autotuner.curve
     assert curve.pass_seconds[1] == 1e-9 and curve.draft_token < 1
 
 
@@ -187,4 +186,4 @@ def test_a_slow_target_begins_with_stored_costs(folder, pair, seconds, is_measur
     decoder = SpeculativeDecoder(pair.target, "lookup", pair.tokenizer, n_threads=1)
     CalibrationFile([decoder.target], "lookup").write(CostCurve({1: seconds, 8: 2 * seconds}), Acceptance())
     decoder.warm_up()
-    assert (get_curve(decoder.autotuner).pass_seconds[1] < seconds) is is_measured
+    assert (decoder.autotuner.curve.pass_seconds[1] < seconds) is is_measured

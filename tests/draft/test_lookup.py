@@ -48,7 +48,7 @@ def test_automaton_equals_a_search_of_all_suffixes():
             assert match[0] == length
             assert match[1] in positions
         assert automaton.tokens == tokens
-        assert len(automaton._transitions) <= 2 * len(tokens)
+        assert len(automaton.transitions) <= 2 * len(tokens)
 
 
 def test_automaton_has_at_most_2n_states_and_3n_edges():
@@ -68,8 +68,8 @@ def test_automaton_has_at_most_2n_states_and_3n_edges():
         automaton = SuffixAutomaton()
         for token in tokens:
             automaton.append(token)
-        assert len(automaton._transitions) <= 2 * n
-        assert sum(map(len, automaton._transitions)) <= 3 * n
+        assert len(automaton.transitions) <= 2 * n
+        assert sum(map(len, automaton.transitions)) <= 3 * n
 
 
 def test_proposal_continues_the_longest_match():

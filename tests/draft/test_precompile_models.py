@@ -11,6 +11,7 @@ from specdec.draft import precompile_models
 from specdec.loaders import load_checkpoint
 from specdec.loaders.model_loader import Loader
 from specdec.runtime.op_program import Kernel
+from tests.tools.cache_contents import get_buffers
 from tests.tools.hf_folders import FIXTURES
 
 MODELS = sorted(path.parent for path in FIXTURES.glob("*/config.json"))
@@ -39,5 +40,5 @@ def test_operations_are_found_without_reading_uninitialized_memory(path: Path, m
         precompile_models.compile_passes(checkpoint.config, checkpoint.tensors, [None], "auto")
     monkeypatch.setattr(np, "empty", empty)
     model = Loader(1).load(checkpoint, None)
-    program = model.architecture.program(model.config, model.weights, model.new_cache()._buffers)
+    program = model.architecture.program(model.config, model.weights, get_buffers(model.new_cache()))
     assert {op.kernel for phase in program for op in phase} <= {*found}

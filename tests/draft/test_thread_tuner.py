@@ -1,5 +1,7 @@
 """The thread tuner on a simulated machine, with the seconds of steps as its clock."""
 
+from collections.abc import Callable
+
 import pytest
 
 from specdec.draft.thread_tuner import MAX_TRIAL_SHARE, SLOW_RATIO, ThreadTuner
@@ -14,7 +16,9 @@ class Machine:
 
     def __init__(self, step: float, max_threads: int = 4, is_untried: bool = False) -> None:
         self.step, self.used = step, [max_threads]
-        self.tuner = ThreadTuner([*range(max_threads, 0, -1)], max_threads, self.used.append, is_untried)
+        self.set_threads: Callable[[int], None] = self.used.append
+        choices = [*range(max_threads, 0, -1)]
+        self.tuner = ThreadTuner(choices, max_threads, lambda n_threads: self.set_threads(n_threads), is_untried)
         self.seconds = 0.0
 
     def run_steps(self, times_by_threads: dict[int, float], seconds: float, n_proposed: int = 3) -> float:
@@ -84,16 +88,15 @@ def test_with_two_threads_only_one_is_the_alternative() -> None:
 
 def test_steps_recorded_during_a_switch_are_ignored() -> None:
     machine = Machine(0.02)
-    append_used = machine.used.append
 
     def interrupted(n: int) -> None:
-        machine.tuner._set_threads = append_used
+        machine.set_threads = machine.used.append
         machine.run_steps(ONE_TAKEN, 5)
-        append_used(n)
+        machine.used.append(n)
 
-    machine.tuner._set_threads = interrupted
+    machine.set_threads = interrupted
     machine.run_steps(QUIET, 1)
-    while machine.tuner._set_threads is interrupted:
+    while machine.set_threads is interrupted:
         machine.run_steps(ONE_TAKEN, 0.1)
     assert machine.tuner.n_threads == machine.used[-1]
     assert machine.run_steps(ONE_TAKEN, 20) < 1.5 and machine.tuner.n_threads == machine.used[-1] == 3

@@ -21,7 +21,6 @@ from specdec.sampling import Sampling
 from specdec.text.tokenizer_lookup import SharedVocabulary
 from specdec.tokenizer import BOS
 from tests.tools.decode import END_MARKS, get_steps
-from tests.tools.inside import get_curve
 from tests.tools.random_models import tiny_model
 
 OWN = SharedVocabulary(105, 105)
@@ -36,11 +35,11 @@ def make_autotuner(draft="model", stage=None):
 @pytest.fixture
 def fast_steps(monkeypatch):
     """Let warm-up generate nothing: a step on n threads takes 10 / n ms."""
-    monkeypatch.setattr(Scheduler, "stream", lambda self, _: iter([Step([], [], 0, 0.01 / self._bundle.target.n_threads, 0.0)]))
+    monkeypatch.setattr(Scheduler, "stream", lambda self, _: iter([Step([], [], 0, 0.01 / self.bundle.target.n_threads, 0.0)]))
 
 
 def get_pending_tasks(warm_up, settings):
-    return [name for name, _ in warm_up._list_tasks(settings) if name not in warm_up._completed_tasks]
+    return [name for name, _ in warm_up.list_pending_tasks(settings)]
 
 
 def get_drafter_and_policy(tuner, settings):
@@ -61,12 +60,12 @@ def test_tasks_run_once_and_other_settings_add_only_their_own(fast_steps, draft)
     }
     assert get_pending_tasks(warm_up, SpeculativeSettings()) == tasks[draft]
     warm_up.run(SpeculativeSettings())
-    curve = get_curve(tuner)
+    curve = tuner.curve
     assert (curve is None) == (draft == "none") and warm_up.is_complete(SpeculativeSettings(4))
     other = SpeculativeSettings(4, "block")
     assert get_pending_tasks(warm_up, other) == (["block"] if draft != "none" else [])
     warm_up.run(other)
-    assert get_curve(tuner) is curve and warm_up.is_complete(other)
+    assert tuner.curve is curve and warm_up.is_complete(other)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +107,7 @@ def test_a_stage_is_used_once_it_is_measured(fast_steps):
 
 def test_steps_tune_the_threads(pair, monkeypatch):
     tuner, used = make_autotuner("none"), [4]
-    tuner._thread_tuner = ThreadTuner([4, 3, 2, 1], 4, used.append)
+    tuner.thread_tuner = ThreadTuner([4, 3, 2, 1], 4, used.append)
     for seconds in [0.001] * 300 + [0.05] * 9:
         tuner.record_step(1, seconds)
     assert {*used} == {4, 3, 2, 1}

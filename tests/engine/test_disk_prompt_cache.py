@@ -19,6 +19,7 @@ from specdec.model import sliding_window_eviction
 from specdec.model.model import Model
 from specdec.quant import INT8
 from specdec.quant.packed_matrix import LazyTable
+from specdec.runtime.disk_store import DiskStore
 from tests.tools.configs import replace_config
 from tests.tools.hf_folders import FIXTURES
 from tests.tools.prompt_caches import load_weights, new_cache, prefill
@@ -254,7 +255,7 @@ def test_a_shorter_tail_does_not_overwrite_the_kv_cache(folder, name):
     tokens = random_tokens(cache.model.config, 500)
     for n in (500, 151):
         save_prompt(one, cache, tokens[:n])
-    second = [*one._get_block_paths(cache, tokens, 256, "")][1]
+    second = [*one.get_block_paths(cache, tokens, 256, "")][1]
     second.write_bytes(second.read_bytes()[:-1])
     prefill(cache, tokens[:231])
     assert one.restore(cache, tokens) in (0, 150 - 16)
@@ -297,9 +298,9 @@ def test_the_folder_keeps_no_model_alive_and_hashes_weights_once(folder, monkeyp
     n_sums, sums = [], disk_prompt_cache.checksum
     monkeypatch.setattr(disk_prompt_cache, "checksum", lambda arrays: n_sums.append(1) or sums(arrays))
     twin = cache.model.new_cache()
-    assert [*one._get_block_paths(twin, tokens, 256, "")] == [*one._get_block_paths(cache, tokens, 256, "")] and not n_sums
+    assert [*one.get_block_paths(twin, tokens, 256, "")] == [*one.get_block_paths(cache, tokens, 256, "")] and not n_sums
     other = cache.model.new_cache([1])
-    assert not {*one._get_block_paths(other, tokens, 256, "")} & {*one._get_block_paths(cache, tokens, 256, "")}
+    assert not {*one.get_block_paths(other, tokens, 256, "")} & {*one.get_block_paths(cache, tokens, 256, "")}
     gone = weakref.ref(cache.model)
     del cache, twin, other
     gc.collect()
@@ -331,7 +332,7 @@ def test_a_folder_that_becomes_unusable_is_reported_once_and_harms_no_sequence(f
 def test_the_writer_thread_survives_errors(folder, monkeypatch):
     one, cache = folder(), new_cache("qwen3")
     tokens = random_tokens(cache.model.config, 400)
-    monkeypatch.setattr(PromptCache, "_write_file", lambda *_: 1 / 0)
+    monkeypatch.setattr(DiskStore, "write", lambda *_: 1 / 0)
     save_prompt(one, cache, tokens)
     assert len(one.lines) == 1 and "ZeroDivisionError" in one.lines[0]
     monkeypatch.undo()

@@ -1,10 +1,10 @@
-"""The order in which waiting sequences start."""
+"""The order in which waiting sequences start, and the pass time of clients."""
 
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
-from specdec.engine.fair_share import DELAY_S_PER_TOKEN, FairShare
+from specdec.engine.fair_share import DELAY_S_PER_TOKEN, MAX_FAIRNESS_GAP_S, FairShare
 
 
 def make_sequence(max_tokens: int, submit_time: float = 0.0, client: str = "a", n_prompt: int = 8) -> Any:
@@ -51,3 +51,26 @@ def test_one_much_shorter_sequence_needs_no_free_slot() -> None:
     assert shares.get_next(deque([long]), running) is None
     assert shares.get_next(deque([long, short]), running) is short
     assert shares.get_next(deque([make_sequence(50)]), [*running, short]) is None
+
+
+def test_a_new_client_starts_with_the_minimum_pass_time() -> None:
+    """A returning client keeps its pass time, unless all others have more."""
+    shares, a, b, c = FairShare(4), make_sequence(5, client="a"), make_sequence(5, client="b"), make_sequence(5, client="c")
+    gap = 0.75 * MAX_FAIRNESS_GAP_S
+    shares.start("a", [])
+    shares.charge([(a, 1)], 10 * gap)
+    shares.start("b", [a])
+    assert shares.hold_back([a, b], []) == [a, b]
+    shares.charge([(b, 1)], 2 * gap)
+    assert shares.hold_back([a, b], []) == [a]
+    shares.start("b", [a])
+    assert shares.hold_back([a, b], []) == [a], "it has kept its pass time"
+    shares.charge([(a, 1)], 10 * gap)
+    shares.start("b", [a])
+    shares.charge([(b, 1)], 2 * gap)
+    assert shares.hold_back([a, b], []) == [a], "it got no credit for the time it was idle"
+    shares.start("c", [])
+    shares.charge([(c, 1)], gap)
+    shares.start("b", [c])
+    shares.charge([(b, 1)], gap)
+    assert shares.hold_back([c, b], []) == [c, b], "without running sequences, all clients are forgotten"

@@ -14,6 +14,8 @@ from specdec.engine.prefix_cache import PrefixCache
 from specdec.engine.request import GenerationRequest
 from specdec.engine.sequence import Client, Sequence
 from specdec.events import Step
+from specdec.model.kv_cache import KVCache
+from specdec.runtime.disk_store import DiskStore
 from specdec.sampling import Sampling
 from tests.conftest import Pair
 
@@ -95,11 +97,13 @@ def test_clients_with_different_salts_share_no_memory(pair: Pair) -> None:
 def test_memories_of_clients_are_bounded(pair: Pair) -> None:
     decoder = SpeculativeDecoder(pair.endless, "lookup", pair.tokenizer, n_threads=1)
     prefix_cache = PrefixCache(decoder.bundle, 4)
-    first = prefix_cache.acquire([1], 9, "first").memory
+    memories = []
     for i in range(100):
-        prefix_cache.release(prefix_cache.acquire([1], 9, str(i)), 1)
-    assert len(prefix_cache._memories) == 16
-    assert prefix_cache.acquire([1], 9, "first").memory is not first
+        slot = prefix_cache.acquire([1], 9, str(i))
+        prefix_cache.release(slot, 1)
+        memories.append(slot.memory)
+    are_kept = [prefix_cache.acquire([1], 9, str(i)).memory is memories[i] for i in reversed(range(100))]
+    assert are_kept == [True] * 16 + [False] * 84
 
 
 def test_a_repeated_request_is_drafted_from_the_first(pair: Pair) -> None:
@@ -108,6 +112,10 @@ def test_a_repeated_request_is_drafted_from_the_first(pair: Pair) -> None:
     prefix_cache = PrefixCache(decoder.bundle, 4)
     counts = [len(run(decoder, prefix_cache, [("abc", 60, Sampling(1.0, seed=3), salt)], 1)[1]) for salt in "aab"]
     assert counts[1] < counts[0] / 2 and counts[2] > counts[0] / 2
+
+
+def new_target_cache(pair: Pair) -> KVCache:
+    return SpeculativeDecoder(pair.endless, None, pair.tokenizer, n_threads=1).target.new_cache()
 
 
 def count_steps(pair, folder, salt, expected, report=print, n_bytes=10**9):
@@ -152,7 +160,9 @@ def test_a_forged_memory_proposes_no_unknown_token(token, pair: Pair, tmp_path, 
     [file] = tmp_path.glob("*.lookup")
     memory, prompts = LookupMemory(), PromptCache(tmp_path, 10**9, 2, print)
     memory.pool.tokens[5] = memory.runner_ups.tokens[7, 3] = token
-    prompts._write_file(file, memory.copy_arrays())
+    prompts.save_memory(new_target_cache(pair), memory, "a")
+    prompts.flush()
+    assert [*tmp_path.glob("*.lookup")] == [file]
     assert count_steps(pair, tmp_path, "a", expected) > first / 2
 
 
@@ -161,16 +171,17 @@ def test_a_folder_too_small_for_a_memory_gets_none(pair: Pair, tmp_path, expecte
     assert not [*tmp_path.glob("*.lookup")]
 
 
-def test_memories_are_written_rarely_and_at_the_end(pair: Pair, tmp_path) -> None:
+def test_memories_are_written_rarely_and_at_the_end(pair: Pair, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, memory = PromptCache(tmp_path, 10**9, 2, print), LookupMemory()
-    cache = SpeculativeDecoder(pair.endless, None, pair.tokenizer, n_threads=1).target.new_cache()
-    written = []
-    prompts._write_file = lambda path, arrays: written.append(arrays[-1][0])
+    cache, written, write = new_target_cache(pair), [], DiskStore.write
+    monkeypatch.setattr(DiskStore, "write", lambda *arguments: (written.append(1), write(*arguments)))
     for i in range(5):
         memory.add([*range(10 * i, 10 * i + 9)])
         prompts.save_memory(cache, memory)
     prompts.flush()
-    assert 1 <= len(written) <= 3 and written[-1] == memory.pool.size[0]
+    again = LookupMemory()
+    PromptCache(tmp_path, 10**9, 2, print).restore_memory(cache, again, cache.model.vocab_size)
+    assert 1 <= len(written) <= 3 and again.pool.size[0] == memory.pool.size[0]
 
 
 @pytest.mark.campaign

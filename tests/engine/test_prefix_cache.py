@@ -16,10 +16,10 @@ from specdec.model import get_architecture
 from specdec.model.kv_cache import KVCache
 from specdec.model.model import Model
 from specdec.tokenizer import BOS, Tokenizer
+from tests.tools.cache_contents import get_cached_tokens, get_idle_and_used_slots
 from tests.tools.checkpoint_files import write_tokenizer
 from tests.tools.decode import get_tokens
 from tests.tools.hf_folders import CONFIGS, FIXTURES
-from tests.tools.inside import get_cached_tokens, get_idle_and_used_slots
 from tests.tools.prompt_caches import GREEDY, RNG, CountingCache, random_tokens
 
 PREFIX = [BOS, *RNG.integers(3, 64, 12).tolist()]
@@ -172,8 +172,7 @@ def test_a_prompt_changed_in_the_middle_finds_both_versions_cached(endless, n_sl
 
 def test_a_copy_never_replaces_its_source(endless):
     """The prefixes has as many idle slots as allowed, and the source has been idle longest."""
-    prefixes = CountingCache(endless, 100)
-    prefixes._max_idle = 2
+    prefixes = CountingCache(endless, 100, max_idle=2)
     prompt = [*PREFIX, *random_tokens(60)]
     first, second = prefixes.prefill(prompt, 2), prefixes.prefill([BOS, *random_tokens(60)], 2)
     for slot in (first, second):
@@ -201,12 +200,13 @@ def test_a_slot_is_released_while_another_thread_holds_the_lock(endless):
     slot = prefixes.prefill([BOS, *PREFIX], 2)
     held, done = threading.Event(), threading.Event()
 
-    def hold():
-        with prefixes._lock:
+    class SlowPromptCache:
+        def restore(self, *_):
             held.set()
             done.wait()
 
-    thread = threading.Thread(target=hold)
+    prefixes.prompt_cache = SlowPromptCache()
+    thread = threading.Thread(target=prefixes.acquire, args=([BOS], 5, "other"))
     thread.start()
     held.wait()
     prefixes.release(slot, 10)  # as the garbage collector does with an abandoned stream

@@ -21,9 +21,9 @@ from specdec.model_config import ModelConfig
 from specdec.quant import FP32, INT4, INT8
 from specdec.quant.packed_matrix import to_float32
 from specdec.runtime import op_program
+from tests.tools.cache_contents import get_buffers
 from tests.tools.checkpoint_files import random_tensors
 from tests.tools.hf_folders import FIXTURES
-from tests.tools.inside import get_buffers, get_executor
 from tests.tools.random_heads import compute_oracle_logits, make_head, new_head_cache, random_head
 from tests.tools.random_models import (
     CONFIGS,
@@ -77,7 +77,7 @@ def test_features_and_logits_equal_those_of_speculators_after_any_rejection(name
     target.forward(tokens)
     assert_near(target.get_hidden_states(tokens[:-1], 0), reference["states"])
     assert_near(head.forward(tokens, n)[:, reference["ids"]], logits[0])
-    assert head._compute_features(tokens, 0, n) == n
+    assert head.compute_features(tokens, 0, n) == n
     assert_near(get_buffers(head).x[0, :n, : head.model.config.dim], reference["features"])
 
 
@@ -229,13 +229,13 @@ class PassRecorder:
 
     def __init__(self, head, monkeypatch):
         head.forward([], 0)
-        runner, self.passes = get_executor(head), []
+        runner, self.passes = head.executor, []
 
         def run(n, pos, *others):
             self.passes.append((pos, n))
             runner(n, pos, *others)
 
-        monkeypatch.setattr(head, "_executor", run)
+        monkeypatch.setattr(head, "executor", run)
 
     def new(self):
         passes, self.passes = self.passes, []
@@ -297,7 +297,7 @@ def test_an_interrupted_pass_leaves_no_wrong_pairs():
     target.forward(tokens[:89])
     expected = head.forward(tokens, 64).copy()
     head.forward(tokens[:30])
-    for broken in ("_executor", "_compute_features"):
+    for broken in ("executor", "compute_features"):
         with interrupt_after(head, broken):
             head.forward([*tokens[:20], *tokens[:30]])
         np.testing.assert_array_equal(head.forward(tokens, 64), expected)
@@ -407,6 +407,6 @@ def test_features_use_the_unscaled_residual_stream_of_a_target_that_scales_it():
     target, head = make_caches(config)
     tokens = random_tokens(config, 20)
     target.forward(tokens)
-    head._compute_features(tokens, 0, 19)
+    head.compute_features(tokens, 0, 19)
     embeddings = np.float32(12) * random_tensors(config, 0, 0.3)["tok_emb"][tokens[:19]]
     np.testing.assert_allclose(get_buffers(head).taps[0, :19, : config.dim], embeddings, rtol=1e-6)

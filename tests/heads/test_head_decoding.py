@@ -17,6 +17,7 @@ from specdec.draft.draft_length import FixedLength
 from specdec.events import Statistics
 from specdec.head_config import HeadConfig
 from specdec.heads.head import Head
+from specdec.layers.weights import Weights
 from specdec.loaders import CheckpointError, CheckpointWarning
 from specdec.loaders.model_loader import load_model
 from specdec.quant import INT8
@@ -26,10 +27,10 @@ from specdec.tokenizer import BOS
 from specdec.verification import VERIFIERS
 from tests.conftest import Pair
 from tests.tools import reference
+from tests.tools.cache_contents import get_idle_and_used_slots
 from tests.tools.command_runs import Run, run  # noqa: F401  (a fixture)
 from tests.tools.decode import END_MARKS, collect, decode, generate_tokens, get_tokens, make_model_drafter
 from tests.tools.head_files import DIALECTS, write_gguf
-from tests.tools.inside import get_curve, get_idle_and_used_slots
 from tests.tools.random_heads import head_folder, make_head, new_head_cache, random_head
 from tests.tools.random_models import make_started_policy, tiny_model
 
@@ -200,7 +201,7 @@ def test_a_named_head_drafts(pair: Pair, tmp_path: Path) -> None:
 def test_the_costs_of_a_head_are_measured(pair: Pair, tmp_path: Path) -> None:
     decoder = SpeculativeDecoder(pair.target, head_folder(tmp_path / "head", pair), pair.tokenizer)
     decoder.warm_up()
-    curve = get_curve(decoder.autotuner)
+    curve = decoder.autotuner.curve
     assert curve and curve.draft_token > 0 and curve.pass_seconds[1] > 0
 
 
@@ -229,7 +230,9 @@ def test_a_head_drafts_up_to_its_last_position_in_memory(pair: Pair, tmp_path: P
     path, target = head_folder(tmp_path / "head", pair), load_model(pair.target)
     full, alone = SpeculativeDecoder(target, path, pair.tokenizer, gamma=4), SpeculativeDecoder(target, None, pair.tokenizer)
     assert isinstance(full.draft, Head)
-    memory = target.weights.n_bytes + 4 * (full.draft._own_config_and_weights[1].n_bytes + full.draft.get_sequence_bytes(60))
+    weights, borrowed = full.draft.weights, target.weights.matrices
+    own = Weights({name: each for name, each in weights.matrices.items() if each is not borrowed.get(name)}, weights.vectors)
+    memory = target.weights.n_bytes + 4 * (own.n_bytes + full.draft.get_sequence_bytes(60))
     monkeypatch.setattr("specdec.loaders.model_loader.get_physical_memory_bytes", lambda: memory)
     decoder = SpeculativeDecoder(target, path, pair.tokenizer, gamma=4)
     assert decoder.draft and 30 < decoder.draft.n_positions < 80

@@ -69,7 +69,7 @@ def test_logits_do_not_depend_on_batch_threads_or_an_interrupted_pass():
         target.forward(tokens)
         for begin, end in ((0, 64), (64, 119)):
             np.testing.assert_array_equal(head.forward(tokens[: end + 1], end - begin), alone[begin:end])
-        for broken in ("_executor", "_compute_features"):
+        for broken in ("executor", "compute_features"):
             with interrupt_after(head, broken):
                 head.forward([*tokens[:20], *tokens[:30]])
             np.testing.assert_array_equal(head.forward(tokens, 64), alone[-64:])
@@ -232,9 +232,9 @@ def test_output_is_plain_and_draft_tokens_are_accepted(verify):
             verifier = VERIFIERS[verify](target.model.vocab_size, sampling)
             plain = get_tokens(decode(target, None, verifier, PROMPT, 60, FixedLength(1), {}))
             for gamma in (1, 3, 7):
-                drafter = make_model_drafter(new_head_cache(head.head), verifier, sampling, eos_tokens={})
-                cache = drafter._cache.target_cache
-                tokens, statistics = collect(decode(cache, drafter, verifier, PROMPT, 60, FixedLength(gamma), {}))
+                cache = new_head_cache(head.head)
+                drafter = make_model_drafter(cache, verifier, sampling, eos_tokens={})
+                tokens, statistics = collect(decode(cache.target_cache, drafter, verifier, PROMPT, 60, FixedLength(gamma), {}))
                 assert statistics.n_drafted > 40
                 n_accepted += statistics.n_accepted
                 assert tokens == plain or verify == "rejection"

@@ -16,11 +16,11 @@ from specdec.runtime.memory import zeros
 from specdec.runtime.simd import LANES, load, make_store, portable_to_nearest_fp16, store, store_item
 from specdec.sampling import Sampling
 from tests.tools import reference
+from tests.tools.cache_contents import get_buffers
 from tests.tools.checkpoint_files import random_tensors
 from tests.tools.decode import generate_tokens
 from tests.tools.family_models import FAMILIES, LATENT
 from tests.tools.family_models import random_tensors as family_tensors
-from tests.tools.inside import get_buffers
 from tests.tools.random_models import CONFIGS, THREAD_COUNTS, random_model, random_tokens, run_in_blocks
 
 portable_store = make_store(portable_to_nearest_fp16)

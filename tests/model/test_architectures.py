@@ -16,10 +16,10 @@ from specdec.runtime.simd import LANES
 from specdec.sampling import Sampling
 from specdec.verification import CoupledVerifier
 from tests.tools import reference
+from tests.tools.cache_contents import get_buffers
 from tests.tools.configs import make_config, replace_config
 from tests.tools.decode import generate_tokens, make_model_drafter
 from tests.tools.family_models import FAMILIES, GEMMA, POISON, make_cache, make_model, random_tensors
-from tests.tools.inside import get_buffers
 from tests.tools.random_models import CONFIGS, THREAD_COUNTS, make_started_policy, random_tokens, run_in_blocks
 
 GEMMA |= {"attention_scale": 0.4}

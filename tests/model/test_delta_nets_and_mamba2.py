@@ -17,7 +17,6 @@ from specdec.sampling import Sampling
 from specdec.verification import VERIFIERS
 from tests.tools.decode import decode, generate_tokens, get_tokens
 from tests.tools.hf_folders import FIXTURES
-from tests.tools.inside import get_ops
 from tests.tools.random_models import THREAD_COUNTS, random_tokens, run_in_blocks
 
 NAMES = ("qwen35", "qwen35_odd", "qwen35_images", "granite_h", "granite_h_odd", "nemotron_h", "falcon_h1")
@@ -79,7 +78,7 @@ def test_pass_interrupted_between_phases_leaves_valid_state(monkeypatch, name):
     expected = make_cache(name).forward(tokens, 60).copy()
     run = op_program.run_on_threads
     cache.forward(tokens[:70])
-    n_rows = get_ops(cache)[:, op_program.N_OPS_WORD]
+    n_rows = cache.executor.ops[:, op_program.N_OPS_WORD]
     ends = np.cumsum(n_rows[n_rows > 0])
     for n_cached, end in zip(range(71, 231, 8), np.random.default_rng(2).permutation(ends), strict=False):
 

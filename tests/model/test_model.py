@@ -364,7 +364,7 @@ def test_invalid_batches_are_rejected_and_lose_nothing():
             model.forward([(one, tokens[:40], 1), (two, wrong, 1)])
     assert (one.n_tokens, two.n_tokens, model.forward([])) == (30, 0, [])
     assert one.count_uncached_tokens(tokens[:40], 1) == 10
-    with interrupt_after(one, "_executor.run_batch"):
+    with interrupt_after(one, "executor.run_batch"):
         model.forward([(one, tokens[:40], 1), (two, tokens[:45], 1)])
     assert (one.n_tokens, two.n_tokens) == (30, 0)
     expected = other.forward(tokens[:45]).copy()

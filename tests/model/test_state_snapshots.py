@@ -12,6 +12,7 @@ from specdec.model import get_architecture, state_snapshots
 from specdec.model.model import Model
 from specdec.model.state_snapshots import MAX_SNAPSHOTS, MIN_SNAPSHOTS, PROMPT_END_OFFSET_TOKENS, Snapshot, Snapshots
 from specdec.quant import INT8
+from tests.tools.cache_contents import get_snapshots
 from tests.tools.hf_folders import FIXTURES
 from tests.tools.random_models import CONFIGS as PLAIN_CONFIGS
 from tests.tools.random_models import THREAD_COUNTS, interrupt_after, random_cache, random_tokens
@@ -119,7 +120,7 @@ def test_batched_prompts_take_snapshots(model):
 def test_model_without_recurrent_state_takes_no_snapshots():
     config = PLAIN_CONFIGS["gqa"]
     cache, tokens = random_cache(config), random_tokens(config, 90)
-    assert read(cache, tokens) == 89 and cache.count_tokens_to_snapshot([*tokens, 1]) == 1 and not [*cache._snapshots]
+    assert read(cache, tokens) == 89 and cache.count_tokens_to_snapshot([*tokens, 1]) == 1 and not get_snapshots(cache)
 
 
 def test_snapshot_limit_keeps_newest_and_most_spread(monkeypatch):
@@ -141,6 +142,6 @@ def test_sequence_bytes_include_snapshots(model):
     plain = sum(each.array.nbytes for each in model.grow_buffers(1024, 0, None).new.own)
     cache = model.new_cache()
     read(cache, random_tokens(model.config, 2900))
-    held = sum(each.n_bytes for each in cache._snapshots)
+    held = sum(each.n_bytes for each in get_snapshots(cache))
     assert 0 < held <= model.get_sequence_bytes(1024 - 64, True) - plain
     assert PROMPT_END_OFFSET_TOKENS < 64

@@ -17,7 +17,6 @@ from specdec.quant import BF16, FP32, INT8, WeightFormat
 from specdec.runtime.simd import Float32
 from tests.tools.configs import make_config, replace_config
 from tests.tools.family_models import FAMILIES, POISON, make_cache, random_tensors
-from tests.tools.inside import get_executor
 from tests.tools.random_models import CONFIGS, THREAD_COUNTS, random_cache, random_tokens
 
 # head_dims of 2 to 128, heads that share keys, windows, norms of heads, learned positions
@@ -130,13 +129,13 @@ def test_tree_can_use_last_position(name: str) -> None:
 def count_tokens(cache: KVCache, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record the number of tokens of each pass from now on."""
     counts: list[int] = []
-    executor = get_executor(cache)
+    executor = cache.executor
 
     def run(n_tokens: int, *rest: int) -> None:
         counts.append(n_tokens)
         executor(n_tokens, *rest)
 
-    monkeypatch.setattr(cache, "_executor", run)
+    monkeypatch.setattr(cache, "executor", run)
     return counts
 
 

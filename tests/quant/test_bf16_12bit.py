@@ -19,7 +19,7 @@ from specdec.quant import BF16, FP16, FP32, INT8, PACKED_BF16, WeightFormat, bf1
 from specdec.quant.matmul import MatmulArgs
 from specdec.quant.packed_matrix import Floats, Matrix, PackingOverflowError, pack_matrix
 from specdec.runtime.memory import Arena, zeros
-from specdec.runtime.op_program import CONTEXT_STRUCT, Executor, ForwardContext, Kernel
+from specdec.runtime.op_program import CONTEXT_STRUCT, Executor, ForwardContext, Kernel, allocate_context
 from specdec.runtime.simd import PANEL_ROWS, ceil_div, make_vector_op, round_up
 from specdec.runtime.tile_simd import emit_word_lookup
 from specdec.runtime.work_stealing import get_chunk_range
@@ -101,14 +101,14 @@ def test_embed_fills_the_columns_of_its_own_chunk(slot_per_block: None) -> None:
     """Ops on the embedded rows rely on this: they do not wait for other chunks."""
     matrix, tokens, out = pack_matrix([random_normal(70, 68)], PACKED_BF16), np.array([3, 69]), zeros(2, 96)
     whole = run_embed(matrix, [3, 69])
-    op = matrix.embed(out, tokens)
+    op, context = matrix.embed(out, tokens), allocate_context()
     executor, entry = Executor([[op]]), ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 6)(op.kernel.address)
     for n_chunks in (1, 2, 3, 5):
         first = np.zeros_like(whole)
         first[:, : get_chunk_range(68, 0, n_chunks)[1]] = whole[:, : get_chunk_range(68, 0, n_chunks)[1]]
         out[:] = 0
-        CONTEXT_STRUCT.pack_into(executor._context.data, 0, 2, 0, 0, 1, 2, *executor._single_sequence)
-        entry(*executor._addresses, 0, 0, n_chunks, 1)  # the first of n_chunks
+        CONTEXT_STRUCT.pack_into(context.data, 0, 2, 0, 0, 1, 2, 0, 1, context.ctypes.data)
+        entry(context.ctypes.data, executor.ops.ctypes.data, 0, 0, n_chunks, 1)  # the first of n_chunks
         np.testing.assert_array_equal(out[:, :68], first)
 
 

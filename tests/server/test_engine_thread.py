@@ -214,14 +214,14 @@ def test_an_error_fails_only_its_sequence(pair, make_engine):
 
 
 def test_a_failed_pass_fails_only_the_sequence_that_caused_it(endless, make_engine, monkeypatch):
-    grow = KVCache._reserve
+    grow = KVCache.reserve
 
     def reserve(cache, n_slots):
         if n_slots > 290:
             raise MemoryError("out of memory")
         grow(cache, n_slots)
 
-    monkeypatch.setattr(KVCache, "_reserve", reserve)
+    monkeypatch.setattr(KVCache, "reserve", reserve)
     requests = [make_request(endless, n) for n in (250, 400, 270)]
     outputs = submit_all(make_engine(endless), requests)
     assert isinstance(outputs[1].wait()[-1], MemoryError) and len(outputs[1].steps) > 250

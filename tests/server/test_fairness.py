@@ -41,7 +41,6 @@ from specdec.server.model_manager import prewarm
 from specdec.text import structured_output
 from specdec.text.structured_output import CPUTimer
 from tests.tools.engine_threads import Output, assert_same, endless, make_engine, make_request, submit  # noqa: F401  (fixtures)
-from tests.tools.inside import get_running, get_seconds_of_clients
 from tests.tools.listeners import hello, listener, send_get
 from tests.tools.prompt_caches import CountingCache, random_tokens
 
@@ -452,29 +451,6 @@ def test_prompts_of_one_client_do_not_slow_down_another(
     assert len(passes) - n < 30, "a client's own sequences may wait"
 
 
-def test_a_new_client_starts_with_the_minimum_pass_time(endless: Any, make_engine: Callable[..., Any], clock: Clock) -> None:
-    """A returning client keeps its pass time, unless all others have more."""
-    engine = make_engine(endless, max_running=4)
-    first, second = Output(), Output()
-    handle = submit(engine, make_request(endless, 50_000), first, Client("a"))
-    wait_until(lambda: len(first.steps) > 100)
-    submit(engine, make_long_request(endless, 200, 1), second, Client("b"))
-    second.wait()
-    seconds = get_seconds_of_clients(engine)["b"]
-    assert seconds > 0.3
-    again = Output()
-    submit(engine, make_request(endless, 3), again, Client("b"))
-    again.wait()
-    assert get_seconds_of_clients(engine)["b"] >= seconds
-    handle.cancel()
-    wait_until(lambda: not get_running(engine))
-    alone = Output()
-    submit(engine, make_request(endless, 3), alone, Client("c"))
-    alone.wait()
-    [(client, seconds)] = get_seconds_of_clients(engine).items()
-    assert client == "c" and seconds < 0.1
-
-
 def test_prompts_of_clients_are_interleaved(
     endless: Any, make_engine: Callable[..., Any], passes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -535,8 +511,7 @@ def test_caches_are_not_shared_across_cache_salts(endless: Any, make_engine: Cal
     prefixes.release(first, 61)
     assert prefixes.acquire(prompt, 90, "bob").n_held == 0
     assert prefixes.acquire(prompt, 90, "ann").n_held == 61
-    small = CountingCache(endless, 100)
-    small._max_idle = 1
+    small = CountingCache(endless, 100, max_idle=1)
     slot = small.acquire(prompt, 90, "ann")
     slot.caches.target.forward(prompt)
     small.release(slot, 61)

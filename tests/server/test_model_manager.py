@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from specdec import SpeculativeDecoder
+from specdec.engine.sequence import Client
 from specdec.server.access_control import AuthMiddleware
 from specdec.server.app import Endpoints
 from specdec.server.engine_thread import EngineThread, ShutdownError
@@ -60,6 +61,13 @@ def make_manager(endless):
     yield make
     for manager in managers:
         manager.close(0.0)
+
+
+def wait_for_loaders():
+    """Wait for the threads that load models, of managers that are closed."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("loading"):
+            thread.join(60)
 
 
 def get_text(response):
@@ -240,8 +248,8 @@ def test_requests_waiting_for_a_model_are_rejected_at_shutdown(make_manager, mon
     with ThreadPoolExecutor(4) as pool:
         waiting = [pool.submit(send_request, app, COMPLETIONS, BODY | {"model": name, "stream": name == "b"}) for name in "abc"]
         streaming = pool.submit(send_request, app, MESSAGES, {"model": "a", "stream": True})
-        deadline = time.monotonic() + 30
-        while sum(each.n_requests for each in [*manager._entries.values()]) < 4 and time.monotonic() < deadline:
+        entries, deadline = [manager.acquire(name) for name in "abc"], time.monotonic() + 30
+        while sum(entry.n_requests for entry in entries) < 4 + 3 and time.monotonic() < deadline:
             time.sleep(0.01)
         manager.close(0.0)
         first, stream, other = (each.result(30) for each in waiting)
@@ -252,7 +260,7 @@ def test_requests_waiting_for_a_model_are_rejected_at_shutdown(make_manager, mon
     assert json.loads(messages_body.rpartition("data: ")[2])["error"]["type"] == "overloaded_error", "in Anthropic's format"
     assert send_request(app, "/v1/models").status == 200
     source.gate.set()
-    manager._loader.shutdown()
+    wait_for_loaders()
     assert source.loaded == [] and not any("cannot be loaded" in line for line in log), "nobody waits for the model"
     assert manager.get_instance("a") is None
 
@@ -271,5 +279,6 @@ def test_a_model_loaded_during_shutdown_is_closed(make_manager):
     source.load = load_late
     with pytest.raises(ShutdownError):
         manager.acquire("b").loading.result(30)
-    manager._loader.shutdown()
-    assert not other.engine._thread.is_alive()
+    wait_for_loaders()
+    with pytest.raises(ShutdownError):
+        other.engine.submit([], [], Client())

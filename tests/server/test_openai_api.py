@@ -189,7 +189,7 @@ def test_request_ids_are_logged_and_trailing_slashes_do_not_redirect(make_test_a
 def test_large_responses_are_encoded_and_split() -> None:
     value = {"choices": [{"logprobs": [{"token": "a", "top": [["b", -1.5]] * 20} for _ in range(3000)]}]}
     assert json.loads(encode_json(value)) == value and encode_json({"\u00e9": 1}) == '{"\u00e9":1}'.encode()
-    assert [len(piece) for piece in generation_response._split_body(bytes(150_000))] == [65536, 65536, 18928]
+    assert [len(piece) for piece in generation_response.split_body(bytes(150_000))] == [65536, 65536, 18928]
 
 
 def test_a_stop_string_ends_the_output_before_it(app: Any, decoder: SpeculativeDecoder) -> None:

@@ -169,8 +169,8 @@ def test_a_template_that_drops_strings_gets_contents_as_parts() -> None:
     text = "<|im_start|>User: Hi <|im_start|><end_of_utterance>\nAssistant: Yes<end_of_utterance>\nAssistant:"
     assert template.render(messages) == text
     assert pickle.loads(pickle.dumps(template)).render(messages) == text
-    segments = template._render_conversation(messages[:1], [], 1000, None, {}).get_segments(0, 37)
-    assert [segment.text for segment in segments if segment.is_message] == ["Hi <|im_start|>"]
+    tokenizer = load_tokenizer("smollm2")
+    assert template.encode(tokenizer, messages).count(tokenizer.specials["<|im_start|>"]) == 1, "a message's is text"
     for source in ("{{ messages[0].content }}", "{{ messages[0].role }}", "{{ raise_exception('no system') }}"):
         assert not ChatTemplate(source, "x", {}).takes_parts, source
 

@@ -34,6 +34,7 @@ from specdec.ui.chat import COMMAND_HELP, AnswerView, ChatSession, format_statis
 from specdec.ui.line_editor import LineEditor, read_message
 from specdec.ui.plain_views import ModelLabels, SilentView, sanitize
 from tests.fakes.terminal import TIMEOUT_S, ShellJob, run_process, wait_until
+from tests.tools.cache_contents import get_cached_tokens, get_idle_and_used_slots
 from tests.tools.conversations import (
     N_TOKENS,
     QUESTION,
@@ -41,7 +42,6 @@ from tests.tools.conversations import (
     model,  # noqa: F401  (a fixture)
 )
 from tests.tools.hf_folders import FIXTURES, edit_config
-from tests.tools.inside import enter, get_cached_tokens, get_decoder, get_idle_and_used_slots, get_visible_messages
 from tests.tools.package import ROOT
 
 
@@ -69,14 +69,14 @@ def ask_question(conversation: Conversation, question: str = QUESTION) -> list[i
 def test_a_turn_runs_only_its_new_tokens(make_conversation: Callable[..., Conversation], pass_sizes: Iterator[list[int]]) -> None:
     """The cache keeps the conversation; also the system prompt after /clear and the question after /regen."""
     conversation, counts = make_conversation(), next(pass_sizes)
-    get_decoder(conversation).warm_up()
+    conversation.decoder.warm_up()
     ask_question(conversation)
     for start, n_rewound in (
         (lambda: conversation.ask("And then?"), 0),
         (conversation.regenerate, N_TOKENS),
         (lambda: (conversation.clear(), conversation.ask(QUESTION))[1], None),
     ):
-        cached = get_cached_tokens(get_idle_and_used_slots(get_decoder(conversation))[0][0].caches.target)
+        cached = get_cached_tokens(get_idle_and_used_slots(conversation.decoder)[0][0].caches.target)
         counts.clear()
         events = list(start())
         prompt = next(event.tokens for event in events if isinstance(event, Prompt))
@@ -100,7 +100,7 @@ def test_answers_equal_those_of_decoder_chat_with_any_draft(
         answer = ask_question(baseline, question)
         assert answer == ask_question(drafted, question)
     messages = [{"role": "system", "content": "Sing."}, *baseline.messages[:-1]]
-    events = get_decoder(baseline).chat(messages, N_TOKENS, Sampling(temperature, 0, 0.9, 5))
+    events = baseline.decoder.chat(messages, N_TOKENS, Sampling(temperature, 0, 0.9, 5))
     assert answer == [token for event in events if isinstance(event, Step) for token in event.tokens]
 
 
@@ -134,7 +134,7 @@ def test_a_full_context_drops_the_oldest_turns_but_not_the_system_prompt(make_co
     for i in range(14):
         ask_question(conversation, f"{QUESTION} {i}")
     assert conversation.n_dropped % 2 == 0 and 0 < conversation.n_dropped < len(conversation.messages) == 28
-    visible = get_visible_messages(conversation)
+    visible = conversation.get_visible_messages()
     assert visible[0]["role"] == "system" and visible[1]["role"] == "user" and len(visible) > 4
     with pytest.raises(ValueError, match=r"the message has .* the model's context holds 320"):
         ask_question(conversation, "robin " * 400)
@@ -165,7 +165,7 @@ def test_a_long_prefill_can_be_stopped_and_changes_no_answer(make_conversation: 
         events = list(conversation.ask(question))
         fractions = [event.fraction for event in events if isinstance(event, PrefillProgress)]
         assert len(fractions) > 2 and fractions == sorted(fractions) and fractions[0] == 0 and fractions[-1] == 1
-        answer = get_decoder(other).chat(get_visible_messages(conversation)[:-1], N_TOKENS, other.settings.make_sampling(0))
+        answer = other.decoder.chat(conversation.get_visible_messages()[:-1], N_TOKENS, other.settings.make_sampling(0))
         tokens = [token for event in answer if isinstance(event, Step) for token in event.tokens]
         assert tokens == conversation.messages[-1]["tokens"]
 
@@ -185,8 +185,8 @@ def test_an_answer_ends_before_a_stop_string(make_conversation: Callable[..., Co
     ask_question(conversation)
     answer = conversation.messages[-1]["content"]
     stop = answer[len(answer) // 2 :][:3]
-    *events, last = get_decoder(conversation).chat(
-        get_visible_messages(conversation)[:-1], N_TOKENS, Sampling(0.7, 0, 0.9, 5), stop=stop
+    *events, last = conversation.decoder.chat(
+        conversation.get_visible_messages()[:-1], N_TOKENS, Sampling(0.7, 0, 0.9, 5), stop=stop
     )
     text = "".join(e.text for e in [*events, last] if isinstance(e, Step))
     assert text == answer[: answer.index(stop)] and isinstance(last, Step) and last.stop_reason == "stop"
@@ -283,7 +283,7 @@ def test_invalid_file_names_are_reported_and_settings_shown_in_full(
         f"/save {'x' * 300}": "File name too long", f"/load {'x' * 300}": "File name too long",
         "/set": "temperature 0.7, top_p 0.9, top_k 0, seed 9223372036854775807, max_tokens 12, min_p 0.0",
     }.items():  # fmt: skip
-        enter(chat, command)
+        chat.handle_input(command)
         assert expected in capsys.readouterr().err
 
 
@@ -332,7 +332,7 @@ def test_piped_input_gets_one_answer(model: Path, make_conversation: Callable[..
     assert code == 0 and out.count("\n") == 1
     result = json.loads(out)
     assert (result["text"], result["tokens"], result["settings"]["seed"]) == (answer["content"], answer["tokens"], 5)
-    assert (result["kv"], result["arithmetic"]) == (get_decoder(conversation).target.kv, specdec.__arithmetic__)
+    assert (result["kv"], result["arithmetic"]) == (conversation.decoder.target.kv, specdec.__arithmetic__)
 
 
 def test_an_invalid_question_is_reported_in_one_line(model: Path, tmp_path: Path) -> None:
@@ -449,16 +449,17 @@ def test_typed_input_is_utf8_in_any_locale(model: Path, tmp_path: Path, environm
 def test_invalid_utf8_is_decoded_by_the_locale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for encoding, text in (("iso8859-1", "dé日"), ("utf-8", "d\udce9"), ("ascii", "d\udce9")):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
-        decode = LineEditor(None, lambda _: False, lambda _: [], is_bold=False)._decode
-        assert (decode("d\udce9"), decode("dé日")) == (text.removesuffix("日"), "dé日")
+        lines, typed = LineEditor(None, lambda _: False, lambda _: [], is_bold=False), ["d\udce9", "dé日"]
+        monkeypatch.setattr("builtins.input", lambda _, typed=typed: typed.pop(0))
+        assert (lines.read(), lines.read()) == (text.removesuffix("日"), "dé日")
 
 
 def test_tab_completes_a_command_and_is_literal_in_a_message(
     make_conversation: Callable[..., Conversation], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    conversation = make_conversation()
-    chat = ChatSession(conversation, ModelLabels("a", "b"), plain=True)
-    complete = chat._get_completions
+    readline = pytest.importorskip("readline")
+    chat = ChatSession(make_conversation(), ModelLabels("a", "b"), plain=True)
+    complete = chat.get_completions
     for name in ("one talk", "onetwo/", ".hidden", "o\x1b[2J"):
         (tmp_path / name).mkdir() if name.endswith("/") else (tmp_path / name).touch()
     for line, completions in {
@@ -468,13 +469,14 @@ def test_tab_completes_a_command_and_is_literal_in_a_message(
         f"/save {tmp_path}/.": [f"/save {tmp_path}/.hidden"], f"/load {tmp_path}/nowhere/": [], "/load ~nobody-here/": [],
     }.items():  # fmt: skip
         assert complete(line) == completions
-    lines = LineEditor(None, chat._is_command, complete, is_bold=False)
+    LineEditor(None, chat.is_command, complete, is_bold=False)
+    complete_word = readline.get_completer()
     for line, word, expected in (
         (f"/load {tmp_path}/one t", "t", ["talk"]), ("/sy", "/sy", ["/system "]), ("é /s", "/s", ["/s\t"]), ("a ", "", ["\t"]),
     ):  # fmt: skip
         editor = SimpleNamespace(get_line_buffer=lambda line=line: f"{line} x", get_endidx=lambda line=line: len(line.encode()))
         monkeypatch.setattr("specdec.ui.line_editor.editor", editor)
-        completed = [lines._complete(word, i) for i in range(2)]
+        completed = [complete_word(word, i) for i in range(2)]
         assert completed == [*expected, None]
 
 
@@ -509,8 +511,8 @@ def test_a_view_shows_only_the_answer(make_conversation: Callable[..., Conversat
     """The rendered conversation is not shown."""
     conversation, view = make_conversation(), SilentView()
     chat = ChatSession(conversation, ModelLabels("a", "b"), plain=True)
-    monkeypatch.setattr(chat, "_make_view", lambda statistics: view)
-    enter(chat, QUESTION)
+    monkeypatch.setattr(chat, "make_view", lambda statistics: view)
+    chat.handle_input(QUESTION)
     assert view.text == conversation.messages[-1]["content"]
 
 
@@ -519,22 +521,22 @@ def test_a_terminal_lost_during_an_answer_loses_no_message(
 ) -> None:
     conversation = make_conversation()
     chat = ChatSession(conversation, ModelLabels("a", "b"), plain=True)
-    path = chat._last_conversation_path = tmp_path / "state" / "last-talk"
+    path = chat.last_conversation_path = tmp_path / "state" / "last-talk"
 
     def fail(*_: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    enter(chat, QUESTION)
+    chat.handle_input(QUESTION)
     with monkeypatch.context() as patch:
         patch.setattr(AnswerView, "_end_rows", fail)
         patch.setattr(AnswerView, "show", lambda _, event: fail() if isinstance(event, Step) else None)
         with pytest.raises(OSError, match="Input/output"):
-            enter(chat, "And then?")
+            chat.handle_input("And then?")
     messages = json.loads(path.read_text())["messages"]
     assert [message["content"] for message in messages[::2]] == [QUESTION, "And then?"]
     assert messages[3]["tokens"]
-    enter(chat, "/clear")
-    enter(chat, "robin " * 400)  # too long for the context
+    chat.handle_input("/clear")
+    chat.handle_input("robin " * 400)  # too long for the context
     assert json.loads(path.read_text())["messages"] == messages
 
 
@@ -545,20 +547,22 @@ def test_a_full_disk_damages_neither_history_nor_saved_conversation(
     conversation.save(saved)
     history.write_text('"one"\n')
     before = saved.read_text()
-    save = LineEditor(history, lambda _: False, lambda _: [], is_bold=False)._save_to_history
+    lines = LineEditor(history, lambda _: False, lambda _: [], is_bold=False)
+    typed = ["two", "x" * 100_000, "two"]  # the second is too long for the history
+    monkeypatch.setattr("builtins.input", lambda _: typed.pop(0))
 
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", fail)
-        save("two")
+        lines.read()
         with pytest.raises(ValueError, match="kept: No space left on device"):
             conversation.save(saved)
     assert (history.read_text(), saved.read_text()) == ('"one"\n', before)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["history", "kept"]
-    save("x" * 100_000)  # too long for the history
-    save("two")
+    lines.read()
+    lines.read()
     assert history.read_text() == '"one"\n"two"\n'
 
 

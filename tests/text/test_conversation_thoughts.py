@@ -28,7 +28,6 @@ from tests.tools.conversations import (
     make_conversation,  # noqa: F401  (a fixture)
     model,  # noqa: F401  (a fixture)
 )
-from tests.tools.inside import enter, get_decoder, get_visible_messages
 
 THINKER = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -44,7 +43,7 @@ def thinker(make_conversation: Callable[..., Conversation], monkeypatch: pytest.
 
     def make(text: str, size: int = 3, stop_reason: str = "eos") -> Conversation:
         conversation = make_conversation()
-        decoder = get_decoder(conversation)
+        decoder = conversation.decoder
         monkeypatch.setattr(decoder.chat_template, "source", THINKER)
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
         steps = [Step([1], [], 0, 0.5, 0.0, pieces=[piece]) for piece in pieces]
@@ -67,7 +66,7 @@ def test_a_thought_is_kept_apart_from_the_answer_and_reaches_the_template(
     assert (answer["content"], answer["reasoning_content"]) == ("Yes.", "Hm, a robin.") and thought == "Hm, a robin."
     assert [step.is_thought_end for step in shown if isinstance(step, ThoughtStep)].count(True) == 1
     conversation.messages = [*conversation.messages, {"role": "user", "content": "Why?"}]
-    rendered = get_decoder(conversation).chat_template.render(get_visible_messages(conversation))
+    rendered = conversation.decoder.chat_template.render(conversation.get_visible_messages())
     assert "<think>\nHm, a robin.\n</think>\n\nYes.<|im_end|>" in rendered
     conversation.messages = conversation.messages[:-1]
     conversation.save(tmp_path / "kept")
@@ -150,10 +149,10 @@ def test_a_command_shows_the_thought_before_the_last_answer(
     for text, shown in (("<think>\nHm,\x1b[2J hm.\n</think>\n\nYes.", "Hm, hm.\n"), ("Yes.", "")):
         conversation = thinker(text)
         chat = ChatSession(conversation, ModelLabels("a"), plain=True)
-        enter(chat, "/thought")
+        chat.handle_input("/thought")
         assert "the last answer has no thought" in capsys.readouterr().err
         deque(conversation.ask(QUESTION), 0)
-        enter(chat, "/thought")
+        chat.handle_input("/thought")
         captured = capsys.readouterr()
         assert captured.out == shown and ("has no thought" in captured.err) == (not shown)
 
@@ -174,29 +173,34 @@ def test_a_thought_is_folded_in_the_panel_and_a_key_opens_it(thinker: Callable[.
     folded = ["Is it a robin?", "thought for 9.0 s, 9 tokens", "", "Yes."]
     assert get_page() == folded
     for action, page in (("thought", [folded[0], "Hm, hm.", *folded[1:]]), ("thought", folded), ("explain", folded)):
-        panel._handle_input(action)
+        panel.handle_input(action)
         assert get_page() == page
     rows = ["".join(text for text, _ in row) for row in panel.render(ConsoleDimensions(100, 30))]
     assert any("t: the thought" in row for row in rows)
 
 
 def test_thinking_is_switched_if_the_template_takes_it(
-    thinker: Callable[..., Conversation], make_conversation: Callable[..., Conversation], capsys: pytest.CaptureFixture[str]
+    thinker: Callable[..., Conversation], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     conversation = thinker("Yes.")
     chat = ChatSession(conversation, ModelLabels("a"), plain=True)
-    conversation.messages = [{"role": "user", "content": QUESTION}]
-    encode, decoder = conversation._encode, get_decoder(conversation)
+    decoder, prompts = conversation.decoder, list[list[int]]()
+    monkeypatch.setattr(decoder, "read_and_stream", lambda prompt, *_, **__: prompts.append(prompt) or iter([]))
+
+    def encode() -> list[int]:
+        assert [*conversation.ask(QUESTION)] == []
+        return prompts[-1]
+
     default = encode()
     for command, notice, is_default in (
         ("/think", "as the chat template has it", True), ("/think off", "thinking: off", False),
         ("/think maybe", "/think takes on or off", False), ("/think on", "thinking: on", True),
     ):  # fmt: skip
-        enter(chat, command)
+        chat.handle_input(command)
         assert notice in capsys.readouterr().err and (encode() == default) == is_default
     decoder.chat_template.source = "{{ messages[-1].content }}"
     conversation.thinking = None
-    enter(chat, "/think off")
+    chat.handle_input("/think off")
     assert "cannot switch thinking" in capsys.readouterr().err and conversation.thinking is None
 
 
@@ -219,7 +223,7 @@ def test_special_tokens_are_the_marks_of_a_thought(
         ),
     ):  # fmt: skip
         conversation = make_conversation()
-        decoder = get_decoder(conversation)
+        decoder = conversation.decoder
         monkeypatch.setattr(decoder.chat_template, "source", f"{{{{ messages[-1].content }}}}{{# {source} #}}")
         monkeypatch.setattr(decoder.tokenizer, "specials", specials)
         parts = [*before, "Hm, a robin", *between, "Yes", *after]
@@ -240,8 +244,8 @@ def test_special_tokens_are_the_marks_of_a_thought(
 def test_a_constraint_holds_behind_the_thought(thinker: Callable[..., Conversation], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("llguidance", reason="the extra [json] is not installed")
     conversation, shapes = thinker(""), list[Any]()
-    decoder = get_decoder(conversation)
-    conversation._constraint = constraint = decoder.regex("70?")
+    decoder = conversation.decoder
+    conversation.constraint = constraint = decoder.regex("70?")
     monkeypatch.setattr(decoder, "read_and_stream", lambda *_, constraint: shapes.append(constraint) or iter([]))
     for is_on in (True, False):
         conversation.set_thinking(is_on)

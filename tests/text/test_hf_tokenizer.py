@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from specdec.text.hf_encoder import load_encoder
 from specdec.text.hf_tokenizer import HFTokenizer
 from specdec.text.tokenizer_lookup import NOT_SHARED, SharedVocabulary, compare_vocabularies, count_known_ids, load_tokenizer
 from specdec.tokenizer import RenderedSegment, StreamingDetokenizer, Tokenizer, TokenizerError
@@ -286,12 +287,12 @@ def test_a_file_that_grows_texts_exponentially_is_rejected(parts: Any, words: st
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_texts_grow_at_most_by_max_growth(kind: str) -> None:
-    tokenizer, library = HFTokenizer(get_path(kind)), load_library_tokenizer(kind)
+    encoder, library = load_encoder(get_path(kind).read_bytes()), load_library_tokenizer(kind)
     for text in filter(None, [*CORPUS, "\ufdfa", "\u0958", "\U0001d160", "\u0130", "x", " "]):
         normalized = library.normalizer.normalize_str(text) if library.normalizer is not None else text
         words = library.pre_tokenizer.pre_tokenize_str(normalized) if library.pre_tokenizer is not None else [(normalized, None)]
         n = sum(len(word.encode()) for word, _ in words)
-        assert n <= len(text.encode()) * tokenizer._encoder._max_growth
+        assert n <= len(text.encode()) * encoder.max_growth
 
 
 def test_a_recursively_doubling_template_is_harmless(tmp_path: Path) -> None:
@@ -299,12 +300,6 @@ def test_a_recursively_doubling_template_is_harmless(tmp_path: Path) -> None:
     doubling = {"type": "TemplateProcessing", "single": [piece, piece], "pair": [], "special_tokens": {}}
     path = write_changed(tmp_path, "gpt2", post_processor={"type": "Sequence", "processors": [doubling] * 60})
     assert HFTokenizer(path).encode("the") == HFTokenizer(get_path("gpt2")).encode("the")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_prefix_ids_equal_the_librarys_template(kind: str) -> None:
-    encoding = load_library_tokenizer(kind).encode("a")
-    assert HFTokenizer(get_path(kind))._encoder._prefix_ids == encoding.ids[: encoding.special_tokens_mask.index(0)]
 
 
 def test_a_special_tokens_name_in_a_text_copies_no_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:

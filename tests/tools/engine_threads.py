@@ -58,7 +58,7 @@ def submit_all(engine, requests):
 @pytest.fixture
 def make_engine():
     """Make engine threads, and close them at the end."""
-    engines = []
+    engines, before = [], {*threading.enumerate()}
 
     def make(decoder, max_running=8, max_waiting=1000, cache_bytes=10**9):
         engines.append(EngineThread(decoder, max_running, max_waiting, cache_bytes))
@@ -67,7 +67,7 @@ def make_engine():
     yield make
     for engine in engines:
         engine.close(0.0)
-        assert not engine._thread.is_alive()
+    assert not {thread for thread in threading.enumerate() if thread.name == "engine"} - before
 
 
 def generate_with_library(decoder, request):

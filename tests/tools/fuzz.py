@@ -55,10 +55,10 @@ from tests.tools import checkpoint_files as made
 from tests.tools import gguf_files as made_gguf
 from tests.tools import hf_folders as huggingface
 from tests.tools import reference
+from tests.tools.cache_contents import get_buffers
 from tests.tools.decode import END_MARKS, decode, get_cache
 from tests.tools.fuzz_common import FINE, FOLDER, REFUSED, check_one_line, check_tensors, corrupt, damage_folder, damage_gguf
 from tests.tools.fuzz_heads import fuzz_head
-from tests.tools.inside import get_buffers
 
 HANG_TIMEOUT_S = 120  # a case that takes longer hangs
 MAX_SHOWN_FAILURES = 5  # per campaign

@@ -18,9 +18,9 @@ from specdec.text.chat_template import ChatTemplate, TemplateError
 from specdec.text.conversation import ChatSettings, Conversation
 from specdec.ui.chat import ChatSession
 from specdec.ui.plain_views import ModelLabels
+from tests.tools.cache_contents import get_cached_tokens, get_idle_and_used_slots
 from tests.tools.fuzz_common import FINE, FOLDER, REFUSED, check_one_line, corrupt, random_json
 from tests.tools.hf_folders import FIXTURES
-from tests.tools.inside import enter, get_cached_tokens, get_decoder, get_executor, get_idle_and_used_slots, get_visible_messages
 from tests.tools.model_folders import make_folder
 
 POSITIONS = 320
@@ -77,7 +77,7 @@ def make_chat_decoder(name, draft):
 def generate_uncached(name, messages, max_tokens, sampling):
     """Return the tokens and the text of an answer, computed without draft and KV cache."""
     decoder = make_chat_decoder(name, None)
-    decoder._prefix_cache._idle.clear()
+    decoder.prefix_cache.idle.clear()
     steps = [event for event in decoder.chat(messages, max_tokens, sampling) if isinstance(event, Step)]
     return [token for step in steps for token in step.tokens], "".join(step.text for step in steps)
 
@@ -99,7 +99,7 @@ def count_run_tokens(decoder):
     counts, run = [], Executor.__call__
 
     def count(self, n_tokens, *args):
-        if any(self is get_executor(slot.caches.target) for slot in get_slots(decoder)):
+        if any(self is slot.caches.target.executor for slot in get_slots(decoder)):
             counts.append(n_tokens)
         return run(self, n_tokens, *args)
 
@@ -112,7 +112,7 @@ def check_answer(rng, name, conversation, events, attempt):
 
     A prompt must run only its new tokens, and old messages must be dropped only if the context is full.
     """
-    decoder, n_dropped = get_decoder(conversation), conversation.n_dropped
+    decoder, n_dropped = conversation.decoder, conversation.n_dropped
     cached = [get_cached_tokens(slot.caches.target) for slot in get_slots(decoder)]
     stop = rng.choice([None, None, None, rng.randint(1, 6)])
     tokens, text, prompt = [], "", None
@@ -129,7 +129,7 @@ def check_answer(rng, name, conversation, events, attempt):
     except ValueError as error:
         check_one_line(error, "context holds", "template", "turns")
         return False
-    visible = get_visible_messages(conversation)
+    visible = conversation.get_visible_messages()
     visible, answer = (
         (visible[:-1], visible[-1]) if prompt is not None and visible[-1]["role"] == "assistant" else (visible, None)
     )
@@ -144,11 +144,11 @@ def check_answer(rng, name, conversation, events, attempt):
     assert answer is None or (answer["tokens"], answer["attempt"]) == (tokens, attempt)
     assert answer is None or (answer["content"].startswith(text) if is_cut else answer["content"] == text)  # may hold back a mark
     if conversation.n_dropped > n_dropped:
-        undropped = get_visible_messages(conversation)[: bool(conversation.system)] + conversation.messages[n_dropped:-1]
+        undropped = conversation.get_visible_messages()[: bool(conversation.system)] + conversation.messages[n_dropped:-1]
         min_tokens = min(conversation.settings.max_tokens, POSITIONS // 8)
         assert len(decoder.encode_chat(undropped)) + min_tokens > POSITIONS, "messages were dropped that fit"
         one_more_turn = (
-            get_visible_messages(conversation)[: bool(conversation.system)]
+            conversation.get_visible_messages()[: bool(conversation.system)]
             + conversation.messages[conversation.n_dropped - 2 : -1]
         )
         assert len(decoder.encode_chat(one_more_turn)) > POSITIONS - POSITIONS // 4, "more messages were dropped than necessary"
@@ -193,7 +193,7 @@ def check_file(rng, conversation):
     path.unlink()
     vars(conversation).update(before)
     conversation.save(path)
-    other = Conversation(get_decoder(conversation), model=conversation.model)
+    other = Conversation(conversation.decoder, model=conversation.model)
     other.load(path)
     assert vars(other) == before
     return other
@@ -205,7 +205,7 @@ def run_command(session, command):
     os.chdir(FOLDER)
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            enter(session, command)
+            session.handle_input(command)
     finally:
         os.chdir(cwd)
 
@@ -237,7 +237,7 @@ def fuzz_conversation(rng):
                 run_command(session, f"/{rng.choice(COMMANDS)} {rng.choice(ARGUMENTS)}")
         if conversation.messages and conversation.n_dropped == 0:
             with contextlib.suppress(TemplateError):
-                check_ids(name, get_visible_messages(conversation))
+                check_ids(name, conversation.get_visible_messages())
     return outcome
 
 

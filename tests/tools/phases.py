@@ -2,12 +2,11 @@
 
 from specdec.model.kv_cache import KVCache
 from specdec.runtime.op_program import N_OPS_WORD, TOKEN_BYTES_WORD
-from tests.tools.inside import get_ops
 
 MAX_WORK = 1 << 40  # bytes that give the maximum number of chunks
 
 
 def split_phases(cache: KVCache, work: int = MAX_WORK) -> None:
     """Split every phase of a cache's program into the maximum number of chunks."""
-    ops = get_ops(cache)
+    ops = cache.executor.ops
     ops[ops[:, N_OPS_WORD] > 0, TOKEN_BYTES_WORD] = work

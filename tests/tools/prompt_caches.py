@@ -37,19 +37,19 @@ def prefill(cache, tokens):
 class CountingCache(PrefixCache):
     """A prefix cache with memory for n slots of 256 tokens, which counts the slots it makes."""
 
-    def __init__(self, decoder, n_slots):
+    def __init__(self, decoder, n_slots, max_idle=16):
         self.size, self.n_made = decoder.bundle.get_sequence_bytes(256), 0
-        super().__init__(decoder.bundle, 16, max_bytes=n_slots * self.size)
+        super().__init__(decoder.bundle, max_idle, max_bytes=n_slots * self.size)
 
     def _get_free_slot(self, *arguments):
-        idle = [*self._idle]
+        idle = [*self.idle]
         slot = super()._get_free_slot(*arguments)
         self.n_made += slot not in idle
         return slot
 
     @property
     def n_bytes(self):
-        return sum(self._bundle.get_sequence_bytes(slot.capacity) for slot in (*self._idle, *self._in_use))
+        return sum(self._bundle.get_sequence_bytes(slot.capacity) for slot in (*self.idle, *self.in_use))
 
     def prefill(self, prompt, n_more):
         """Return a slot that has run a prompt, with n_more tokens reserved; None without memory."""

@@ -97,7 +97,7 @@ def tiny_model(seed, vocab=105, seq_len=128, n_positions=None, layers=2, scale=N
 
 
 @contextmanager
-def interrupt_after(cache, work="_executor"):
+def interrupt_after(cache, work="executor"):
     """Raise KeyboardInterrupt at the end of a method of the cache, after it has written its results; expect it to propagate."""
     *owners, work = work.split(".")
     owner = functools.reduce(getattr, owners, cache)

@@ -109,7 +109,7 @@ class Stage:
     def press(self, *keys: bytes) -> None:
         """Type keys and let the panel read them."""
         self.keys.typed = [*keys]
-        self.panel._poll()
+        self.panel.poll()
 
     @property
     def output(self) -> str:

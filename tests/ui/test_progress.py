@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from specdec import kernels
 from specdec.events import Event, PrefillProgress, Prompt, Statistics, Step
 from specdec.loaders import resumable_download
 from specdec.runtime import code_cache
@@ -31,21 +32,21 @@ class Terminal:
     """A pseudo-terminal on stderr. shown: what was written to it, once it is closed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
-        self._parent, child = os.openpty()
+        self.parent, child = os.openpty()
         self._stream = os.fdopen(child, "w", encoding=encoding)
         monkeypatch.setattr(sys, "stderr", self._stream)
         self.shown = ""
 
     def resize(self, columns: int) -> None:
-        fcntl.ioctl(self._parent, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
+        fcntl.ioctl(self.parent, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
 
     def close(self) -> None:
         encoding, data = self._stream.encoding, b""
         self._stream.flush()
-        while select.select([self._parent], [], [], 0.2)[0]:
-            data += os.read(self._parent, 4096)
+        while select.select([self.parent], [], [], 0.2)[0]:
+            data += os.read(self.parent, 4096)
         self._stream.close()
-        os.close(self._parent)
+        os.close(self.parent)
         self.shown = data.decode(encoding)
 
 
@@ -105,7 +106,7 @@ def test_nothing_is_drawn_after_stop(terminal: Callable[..., Terminal]) -> None:
     place = terminal()
     with show_status("waiting") as show:
         show("half of it")
-        signals._run_cleanups()
+        signals.run_cleanups()
         show("more than half")
         time.sleep(0.05)
     place.close()
@@ -117,7 +118,7 @@ def test_nothing_is_drawn_after_stop(terminal: Callable[..., Terminal]) -> None:
 def test_line_is_animated_and_erased_at_the_end(terminal: Callable[..., Terminal], encoding: str) -> None:
     place = terminal(encoding)
     with show_status("waiting"):
-        wait_until(lambda: bool(select.select([place._parent], [], [], 0)[0]))
+        wait_until(lambda: bool(select.select([place.parent], [], [], 0)[0]))
         time.sleep(0.3)
     place.close()
     looks = set(re.findall(r"(\S) waiting", place.shown))
@@ -211,9 +212,7 @@ class Uncompiled:
 
 
 def compiled_function(name: str) -> code_cache.MachineCodeCache:
-    code = code_cache.MachineCodeCache.__new__(code_cache.MachineCodeCache)
-    code._name = name
-    return code
+    return code_cache.MachineCodeCache(kernels.rope.function, name)
 
 
 @pytest.mark.parametrize(
