@@ -61,7 +61,8 @@ JSON_FIELDS = {
 def test_damaged_file_is_rejected_by_name(run: Run, pair: Pair, tmp_path: Path, option: str) -> None:
     path = tmp_path / "damaged.bin"
     path.write_bytes((pair.tokenizer if option == "-z" else pair.draft).read_bytes()[:-1])
-    assert_rejected(run("-m", pair.target, "-z", pair.tokenizer, option, path), path, "truncated")
+    words = "damaged" if option == "-z" else "truncated"
+    assert_rejected(run("-m", pair.target, "-z", pair.tokenizer, option, path), path, words)
 
 
 @pytest.mark.parametrize("option", ["-m", "-d", "-z"])

@@ -113,7 +113,7 @@ def test_models_are_removed_after_confirmation(
     questions = []
     monkeypatch.setattr(typer, "confirm", lambda words, **more: questions.append(words) or True)
     assert run("models", "rm", "org/name:Q4_0")[0] == 0
-    assert "org/name:Q4_0" in questions[0] and f"{size // 1000} kB" in questions[0].replace("  ", " ")
+    assert "org/name:Q4_0" in questions[0] and f"{round(size / 1000)} kB" in questions[0].replace("  ", " ")
     assert not (blobs / "Q4_0").exists() and (blobs / "Q8_0").exists()
     assert [row["name"] for row in from_json(run("models", "--json"))["models"]] == ["target.bin", "org/name:Q8_0"]
     assert run("models", "rm", "-y", "org/name:Q8_0")[0] == 0 and not snapshot.parents[1].exists()

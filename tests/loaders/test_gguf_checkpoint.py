@@ -116,9 +116,8 @@ def test_an_mtp_head_without_its_layer_is_rejected(tmp_path: Path) -> None:
 
 def test_a_layer_of_the_model_is_not_taken_for_an_mtp_head(tmp_path: Path) -> None:
     (keys, tensors), path = read_converted("qwen35"), tmp_path / "model.gguf"
-    tensors = {name: each for name, each in tensors.items() if not name.startswith("blk.4.")}
-    path.write_bytes(gguf_bytes(keys | {"qwen35.block_count": 4}, tensors))
-    with pytest.raises(CheckpointError, match=r"nextn_predict_layers is 1; the layer of blk\.3\..* is one of the model's own"):
+    path.write_bytes(gguf_bytes(keys, {name: each for name, each in tensors.items() if ".nextn." not in name}))
+    with pytest.raises(CheckpointError, match=r"nextn_predict_layers is 1; the layer of blk\.4\..* is one of the model's own"):
         load_checkpoint(path)
 
 
@@ -173,10 +172,12 @@ def test_gemma_3_keys_are_interpreted_like_llama_cpp(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(gguf_bytes(keys, tensors | {"blk.0.attn_output.bias": tensors["blk.0.attn_norm.weight"]}))
     assert "blk.0.attn_output.bias" in get_refusal(path)
-    for i in range(7, 62):
+    for name, shape in (("blk.0.attn_q.weight", (36, 18)), ("blk.0.attn_output.weight", (18, 36))):
+        tensors[name] = tensors[name]._replace(shape=shape, data=2 * tensors[name].data)
+    for i in range(1, 62):
         tensors |= {name.replace("blk.0.", f"blk.{i}."): each for name, each in tensors.items() if name.startswith("blk.0.")}
-    path.write_bytes(gguf_bytes(keys | {"gemma3.block_count": 62}, tensors))
-    assert load_checkpoint(path).config.attention.scale == pytest.approx((18 / 3) ** -0.5)
+    path.write_bytes(gguf_bytes(keys | {"gemma3.block_count": 62, "gemma3.attention.head_count": 6}, tensors))
+    assert load_checkpoint(path).config.attention.scale == pytest.approx((18 / 6) ** -0.5)
     for words, change in (
         ("sliding_window_pattern", {"gemma3.attention.sliding_window_pattern": [True] * 6}),
         ("sliding_window_pattern", {"gemma3.attention.sliding_window_pattern": [1] * 7}),
