@@ -123,7 +123,7 @@ class SpeculativeDecoder:
         self.draft, self.stage = bundle.draft.model, bundle.stage.model
         self.has_draft, self.has_stage = not bundle.draft.is_empty, not bundle.stage.is_empty
         self._template, self.autotuner = template, Autotuner(bundle)
-        self.prompt_cache, self.prefix_cache = prompt_cache, PrefixCache(bundle, 1, prompt_cache)
+        self.prompt_cache, self._prefix_cache = prompt_cache, PrefixCache(bundle, 1, prompt_cache)
         self._warm_up = WarmUp(self.autotuner)
         self._lock: RLock
         create_fork_safe_lock(self, "_lock")
@@ -393,7 +393,7 @@ class SpeculativeDecoder:
         )  # fmt: skip
         request = validate_request(request, self.bundle)
         self.warm_up()
-        return self.make_scheduler(self.prefix_cache).stream(Sequence(request, self.tokenizer))
+        return self.make_scheduler(self._prefix_cache).stream(Sequence(request, self.tokenizer))
 
     def read(self, tokens: list[int]) -> Iterator[float]:
         """Prefill the KV caches of all models with a prompt's tokens; yield the fraction of the work that is done, from 0 to 1.

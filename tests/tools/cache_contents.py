@@ -22,6 +22,9 @@ def get_snapshots(cache: KVCache) -> list[Snapshot]:
 
 def get_idle_and_used_slots(owner: PrefixCache | SpeculativeDecoder | Scheduler) -> tuple[list[KVSlot], list[KVSlot]]:
     """Return the slots of a prefix cache, or of that of a decoder or scheduler, without and with a running sequence."""
-    prefix_cache = owner if isinstance(owner, PrefixCache) else owner.prefix_cache
+    if isinstance(owner, SpeculativeDecoder):
+        prefix_cache = owner._prefix_cache
+    else:
+        prefix_cache = owner if isinstance(owner, PrefixCache) else owner.prefix_cache
     prefix_cache.settle()
     return [*prefix_cache.idle], [*prefix_cache.in_use]
