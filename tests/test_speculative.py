@@ -122,12 +122,6 @@ def test_stories260k_generates_its_golden_story():
     assert decoder.generate("", 257, temperature=0).text == golden.rstrip("\n")
 
 
-def make_oracle(target, *filters):
-    """Return a function that computes the probabilities of the next token of a target of seed 3."""
-    tensors = random_tensors(target.config, 3, 0.05)
-    return lambda tokens: reference.probabilities(reference.forward(target.config, tensors, tokens)[-1], *filters)
-
-
 def count_continuations(target, draft, sampling_of, verify, n_runs, length):
     """Count each continuation of `length` tokens over n_runs seeds."""
     counts = {}
@@ -145,9 +139,25 @@ def test_continuations_follow_the_target_distribution(verify, filters):
 
     Chi-square over 6,000 seeds, cells expected below 8 pooled; false alarm below 1e-6 per case, and the seeds are fixed.
     """
+    temperature, top_k, top_p = filters
     target, draft = (tiny_model(seed, vocab=6, seq_len=64, scale=0.05) for seed in (3, 4))
-    expected = reference.enumerate_outputs(make_oracle(target, *filters), [BOS, 3], 3, END_MARKS)
-    counts = count_continuations(target, draft, lambda seed: Sampling(*filters, seed), verify, 6000, 3)
+    expected = {}
+
+    def enumerate_from(tokens, mass):
+        if len(tokens) == 5:
+            expected[tuple(tokens[2:])] = mass
+            return
+        logits = reference.forward(target.config, random_tensors(target.config, 3, 0.05), tokens)[-1]
+        for token, p in enumerate(reference.probabilities(logits, temperature, top_k, top_p)):
+            if p > 0 and token in (BOS, EOS):
+                ended = tuple(tokens[2:])
+                expected[ended] = expected.get(ended, 0) + mass * p
+            elif p > 0:
+                enumerate_from([*tokens, token], mass * p)
+
+    enumerate_from([BOS, 3], 1.0)
+    n_runs = 6000
+    counts = count_continuations(target, draft, lambda seed: Sampling(temperature, top_k, top_p, seed), verify, n_runs, 3)
     reference.check_counts(counts, expected, 12)
 
 
@@ -161,8 +171,20 @@ def test_a_drafter_without_probabilities_keeps_the_distribution(verify):
         verifier = VERIFIERS[verify](6, Sampling(1.0, 0, 1.0, seed))
         tokens = tuple(get_tokens(decode(target.new_cache(), drafter, verifier, [BOS, 3], 2, FixedLength(2))))
         counts[tokens] = counts.get(tokens, 0) + 1
-    expected = reference.enumerate_outputs(make_oracle(target, 1.0, 0, 1.0), [BOS, 3], 2, END_MARKS)
-    reference.check_counts(counts, expected, 20)
+    expected = {}
+    tensors = random_tensors(target.config, 3, 0.05)
+    for first, p in enumerate(reference.probabilities(reference.forward(target.config, tensors, [BOS, 3])[-1], 1.0, 0, 1.0)):
+        if first in END_MARKS:
+            expected[()] = expected.get((), 0) + 6000 * p
+            continue
+        after = reference.probabilities(reference.forward(target.config, tensors, [BOS, 3, first])[-1], 1.0, 0, 1.0)
+        for second, q in enumerate(after):
+            cell = (first,) if second in END_MARKS else (first, second)
+            expected[cell] = expected.get(cell, 0) + 6000 * p * q
+    assert set(counts) <= set(expected)
+    assert min(expected.values()) > 8
+    chi = sum((counts.get(cell, 0) - e) ** 2 / e for cell, e in expected.items())
+    assert chi < reference.chi_square_limit(len(expected) - 1, 4.8)
 
 
 def make_broken_model(seed):
@@ -272,6 +294,16 @@ def test_the_maximum_gamma_fits_into_one_pass():
     tokens, statistics = generate_tokens(target, twin, Sampling(0.0), MAX_GAMMA, max_tokens=100)
     assert tokens == plain
     assert statistics.accepted_histogram[MAX_GAMMA] == 1
+
+
+def test_statistics_are_consistent():
+    tokens, s = generate_tokens(tiny_model(0, layers=3), tiny_model(1), Sampling(0.0), max_tokens=12)
+    assert s.n_generated == len(tokens) == 12
+    assert s.n_generated == s.n_accepted + s.target_passes  # each pass adds one token of the target's own
+    assert sum(i * n for i, n in enumerate(s.accepted_histogram)) == s.n_accepted
+    assert sum(s.accepted_histogram) == s.target_passes
+    assert s.acceptance_rate == s.n_accepted / s.n_drafted
+    assert s.decode_seconds > 0
 
 
 def test_streamed_events_equal_the_generation(pair):

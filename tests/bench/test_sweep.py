@@ -325,6 +325,24 @@ def test_svg_shows_table_and_bars_whatever_the_title_is(tmp_path: Path, title: s
         assert word in text
 
 
+def test_each_table_block_has_its_header() -> None:
+    out = io.StringIO()
+    sweep_chart.print_report(report(), Console(file=out, width=80))
+    rows = out.getvalue().splitlines()
+    titles = [row for row in rows if " tokens " in row and "tok/s" in row]
+    assert [row.split(" tokens")[0] for row in titles] == ["greedy, 50", "sampled, 50", "greedy, 200", "sampled, 200"]
+    for title in titles:
+        below = rows[rows.index(title) + 1]
+        assert title.index("mean") + len("mean") == below.index("1.00") + len("1.00")
+        assert below[title.index("by position") :].rstrip() == "90 90 90 90 90 90 …"
+
+
+def test_json_has_row_for_every_result() -> None:
+    result = json.loads(sweep_chart.to_json(report(), model="big"))
+    assert result["cells"] == [dataclasses.asdict(f) for f in report().cells]
+    assert (result["model"], result["interrupted"]) == ("big", False)
+
+
 # Settings and cases
 
 
@@ -428,12 +446,18 @@ def test_differing_outputs_exit_with_code_1(run_sweep: Run, monkeypatch: pytest.
         (["--max-tokens", ","], "--max-tokens"),
         (["-g", "64"], "--gammas"),
         (["--temperatures", "-1"], "--temperatures"),
+        (["--temperatures", "nan"], "--temperatures"),
         (["--max-tokens", "5000"], "the context of 128 has room for 5000 tokens"),
         (["--prompts", "nowhere.txt"], "nowhere.txt"),
         (["--prompts", "."], "cannot read .: "),
         (["--svg", "nowhere/chart.svg"], "nowhere"),
         (["--svg", "."], "--svg"),
+        (["-m", "nowhere.bin"], "nowhere.bin"),
         (["--rounds", "-1"], "--rounds"),
+        (["--quantize", "all"], "--quantize"),
+        (["-j", "9999"], "threads"),
+        (["-p", "2"], "--top-p"),
+        (["word"], "word"),
     ],
     ids=str,
 )

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -37,9 +38,14 @@ from tests.fakes.terminal import (
     run_process,
 )
 from tests.tools.checkpoint_files import (
+    CORRUPTIONS,
+    SHARED,
+    make_tokenizer_corruptions,
+    make_valid_bytes,
     random_tensors,
     read_tensors,
     small_pieces,
+    tokenizer_bytes,
     write_checkpoint,
     write_int8_checkpoint,
     write_tokenizer,
@@ -57,12 +63,35 @@ JSON_FIELDS = {
 # Damaged files
 
 
-@pytest.mark.parametrize("option", ["-m", "-d", "-z"])
-def test_damaged_file_is_rejected_by_name(run: Run, pair: Pair, tmp_path: Path, option: str) -> None:
+def damaged(pair: Pair, folder: Path, name: str) -> Path:
+    """Write a file with the draft's config and that damage."""
+    version, damage = CORRUPTIONS[name]
+    path = folder / "damaged.bin"
+    path.write_bytes(damage.corrupt(make_valid_bytes(load_checkpoint(pair.draft).config, version)))
+    return path
+
+
+DAMAGES = [
+    *(pytest.param("-m", name, marks=pytest.mark.campaign) for name in CORRUPTIONS),
+    *(
+        ("-d", f"version {name}")
+        for name in ("0, one byte short", "0, one byte long", "1, NaN", "1, dim huge", "2, one byte short", "2, group size zero")
+    ),
+]
+
+
+@pytest.mark.parametrize(("option", "name"), DAMAGES)
+def test_damaged_model_is_rejected_by_name(run: Run, pair: Pair, tmp_path: Path, option: str, name: str) -> None:
+    path = damaged(pair, tmp_path, name)
+    word = CORRUPTIONS[name][1].expected_word if option == "-d" else ""
+    assert_rejected(run("-m", pair.target, "-z", pair.tokenizer, option, path), path, word)
+
+
+@pytest.mark.parametrize("name", make_tokenizer_corruptions())
+def test_damaged_tokenizer_is_rejected_by_name(run: Run, pair: Pair, tmp_path: Path, name: str) -> None:
     path = tmp_path / "damaged.bin"
-    path.write_bytes((pair.tokenizer if option == "-z" else pair.draft).read_bytes()[:-1])
-    words = "damaged" if option == "-z" else "truncated"
-    assert_rejected(run("-m", pair.target, "-z", pair.tokenizer, option, path), path, words)
+    path.write_bytes(make_tokenizer_corruptions()[name].corrupt(tokenizer_bytes(small_pieces())))
+    assert_rejected(run("-m", pair.target, "-z", path), path)
 
 
 @pytest.mark.parametrize("option", ["-m", "-d", "-z"])
@@ -203,7 +232,7 @@ def test_json_output_is_one_object_with_consistent_statistics(run: Run, pair: Pa
     for seconds in ("load_seconds", "warmup_seconds", "prefill_seconds", "decode_seconds"):
         assert result[seconds] > 0
     assert result["seed"] == 5
-    names = {"model", "draft", "tokenizer", "gamma", "tree", "temperature", "top_p", "top_k", "verify", "quantize", "weights"}
+    names = {"model", "draft", "tokenizer", "gamma", "temperature", "top_p", "top_k", "verify", "quantize", "weights"}
     assert names <= set(result["settings"])
 
 
@@ -268,6 +297,28 @@ def test_kv_format_and_arithmetic_revision_are_reported(run: Run, pair: Pair, mo
     assert re.search(rf"^arithmetic +{specdec.__arithmetic__}$", summary, re.MULTILINE)
 
 
+@pytest.mark.parametrize("tree", ["auto", "on", "off"])
+@pytest.mark.parametrize("gamma", ["auto", 3])
+def test_token_tree_does_not_change_output(run: Run, pair: Pair, tree: str, gamma: str) -> None:
+    arguments = ["-m", pair.target, "-i", PROMPT, "-s", 5, "-j", 1, "-n", 100, "--json"]
+    alone, result = from_json(run(*arguments)), from_json(run(*arguments, "-d", pair.draft, "--tree", tree, "-g", gamma))
+    assert result["tokens"] == alone["tokens"]
+    assert result["settings"]["tree"] == tree
+    assert result["n_nodes"] >= result["n_drafted"] >= result["n_accepted"]
+    if gamma != "auto":  # auto may draft nothing
+        assert (result["n_nodes"] > result["n_drafted"]) == (tree == "on")
+        assert result["n_accepted"] > 0
+
+
+@pytest.mark.parametrize("verify", ["coupled", "rejection", "block"])
+def test_lookup_draft_without_draft_model(run: Run, pair: Pair, verify: str) -> None:
+    arguments = ("-m", pair.target, "-i", "ab ab ab ab ab ab", "-t", 0, "-j", 1, "-n", 100, "--json")
+    alone, result = from_json(run(*arguments)), from_json(run(*arguments, "-d", "lookup", "-g", 4, "--verify", verify))
+    assert result["tokens"] == alone["tokens"]
+    assert result["n_drafted"] > 0
+    assert result["settings"]["draft"] == "lookup"
+
+
 def test_version_2_files_work_as_target_and_draft(run: Run, pair: Pair, tmp_path: Path) -> None:
     checkpoint = load_checkpoint(pair.target)
     path = write_int8_checkpoint(tmp_path / "int8.bin", checkpoint.config, read_tensors(checkpoint), 32)
@@ -296,6 +347,11 @@ def test_output_with_draft_equals_output_without(run: Run, pair: Pair) -> None:
         assert from_json(run(*arguments))["settings"]["draft"] == "lookup"
         assert json.loads(run(*arguments, "--verify", "rejection")[1])["n_drafted"] == 0  # a draft would change the output
         assert (alone["n_drafted"], alone["acceptance_rate"]) == (0, 0)
+
+
+def test_same_seed_gives_same_output_and_other_seed_another(run: Run, pair: Pair) -> None:
+    texts = [from_json(run(*make_arguments(pair, "-n", 60, "--json", "-s", seed)))["text"] for seed in (7, 7, 8)]
+    assert texts[0] == texts[1] != texts[2]
 
 
 def test_seed_zero_draws_new_seed_and_reports_it(run: Run, pair: Pair) -> None:
@@ -448,6 +504,15 @@ def shell(arguments: Sequence[object], **more: Any) -> "subprocess.CompletedProc
     return subprocess.run(command, check=False, **options)  # type: ignore[call-overload, no-any-return]
 
 
+def test_piped_stdout_has_only_the_output(run: Run, pair: Pair) -> None:
+    text = from_json(run(*make_arguments(pair, "-n", 60, "--json")))["text"]
+    done = shell(make_arguments(pair, "-n", 60))
+    assert done.returncode == 0
+    assert done.stdout.decode() == text + "\n"
+    assert b"tok/s" in done.stderr
+    assert b"\x1b" not in done.stdout + done.stderr
+
+
 def test_short_output_is_slowed_only_at_a_terminal(pair: Pair) -> None:
     code, screen, raw = run_in_terminal(make_arguments(pair, "-n", 20), 80, 24)
     assert code == 0 and "╭" in raw and "tokens" in screen.get_text() and "tok/s" in screen.get_text()
@@ -505,6 +570,29 @@ def test_texts_are_utf8_even_in_a_locale_of_another_encoding(pair: Pair, words: 
     assert (settings["prompt"], settings["stop"]) == ("é日", ["ü"])
 
 
+def test_ctrl_c_keeps_piped_output_so_far(pair: Pair) -> None:
+    with run_process(make_endless_arguments(pair, "-n", 0)) as process:
+        start = process.stdout.read(100)
+        process.send_signal(signal.SIGINT)
+        out, err = start + process.stdout.read(), process.stderr.read()
+        code = process.wait(60)
+    assert code == 130
+    assert out.decode().startswith(PROMPT)
+    assert out.endswith(b"\n")
+    assert b"Traceback" not in err
+    assert b"interrupted" in err
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="needs the real weights of ../shared")
+def test_default_pair_writes_story_to_pipe(pair: Pair) -> None:
+    models = SHARED / "models"
+    done = shell(["-m", models / "stories3M.bin", "-d", models / "stories260K.bin", "-t", 0, "-n", 64, "-g", 4, "--json"])
+    result = json.loads(done.stdout)
+    assert result["text"].startswith("Once upon a time")
+    assert result["acceptance_rate"] > 0.5
+    assert result["tokens_per_pass"] > 2
+
+
 # Real processes: terminals
 
 
@@ -550,6 +638,15 @@ def test_terminal_shows_panel_then_output_once(run: Run, pair: Pair, width: int,
     assert raw.rindex("\x1b[?25h") > raw.rindex("\x1b[?25l")
 
 
+def test_terminal_too_low_for_panel_gets_plain_output(run: Run, pair: Pair) -> None:
+    text = from_json(run(*make_arguments(pair, "-n", 60, "--json")))["text"]
+    code, screen, raw = run_in_terminal(make_arguments(pair, "-n", 60), 80, 7)
+    assert code == 0
+    assert screen.get_text().startswith(text + "\n")
+    assert "╭" not in raw
+    assert "the panel is not available" not in screen.get_text()
+
+
 def test_panel_without_colour_has_no_colour_codes(pair: Pair) -> None:
     code, screen, _ = run_in_terminal(make_arguments(pair, "-n", 100, "--pace", 200), 80, 24, NO_COLOR="1")
     assert code == 0
@@ -558,17 +655,32 @@ def test_panel_without_colour_has_no_colour_codes(pair: Pair) -> None:
     assert 4 in screen.styles  # accepted tokens are underlined
 
 
-@pytest.mark.parametrize(("arguments", "height", "term"), [([], 24, "dumb"), (["--plain"], 24, "xterm"), ([], 7, "xterm")])
-def test_dumb_or_low_terminal_and_plain_option_get_plain_output(
-    run: Run, pair: Pair, arguments: list[str], height: int, term: str
-) -> None:
+@pytest.mark.parametrize("arguments", [[], ["--plain"]], ids=["dumb", "plain"])
+def test_dumb_terminal_and_plain_option_get_plain_output(run: Run, pair: Pair, arguments: list[str]) -> None:
     text = from_json(run(*make_arguments(pair, "-n", 60, "--json")))["text"]
-    code, screen, raw = run_in_terminal(make_arguments(pair, "-n", 60, *arguments), 80, height, TERM=term)
+    term = "xterm" if arguments else "dumb"
+    code, screen, raw = run_in_terminal(make_arguments(pair, "-n", 60, *arguments), 80, 24, TERM=term)
     assert code == 0
     assert screen.get_text().startswith(text + "\n")
     assert "╭" not in raw
-    assert "tok/s" in screen.get_text() and "the panel is not available" not in screen.get_text()
-    assert term != "dumb" or "\x1b" not in raw
+    assert "tok/s" in screen.get_text()
+    if not arguments:
+        assert "\x1b" not in raw
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 10)])
+def test_ctrl_c_prints_output_so_far_and_restores_cursor(pair: Pair, width: int, height: int) -> None:
+    code, screen, raw = run_in_terminal(make_endless_arguments(pair, "-n", 0, "--pace", 0), width, height, interrupt_after=2)
+    assert code == 130
+    assert not screen.cursor_hidden
+    assert raw.rindex("\x1b[?25h") > raw.rindex("\x1b[?25l")
+    final = screen.get_text()
+    assert "╭" not in final
+    assert final.startswith(PROMPT)
+    assert "^C" not in raw
+    assert len(final.split("green:")[0]) > 50
+    assert "interrupted" in final
+    assert "Traceback" not in final
 
 
 def test_damaged_file_in_terminal_is_one_line_and_keeps_cursor(pair: Pair, tmp_path: Path) -> None:

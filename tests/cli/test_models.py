@@ -28,7 +28,7 @@ from tests.fakes.hub import FakeHub
 from tests.fakes.terminal import PROMPT
 from tests.tools.block_tensors import block_model
 from tests.tools.command_runs import Run, from_json, run  # noqa: F401  (a fixture)
-from tests.tools.gguf_files import RawTensor, gguf_bytes, random_blocks
+from tests.tools.gguf_files import CONFIGS, RawTensor, gguf_bytes, make_model_keys, make_model_tensors, random_blocks
 from tests.tools.hf_folders import FIXTURES
 
 
@@ -102,8 +102,9 @@ def test_models_are_removed_after_confirmation(
     (lacking := snapshot.parents[1] / ".no_exist" / "abc").mkdir(parents=True)
     for file in ("model.safetensors", "model.safetensors.index.json"):
         (lacking / file).touch()
+    name = next(iter(CONFIGS))
     for bits in ("Q8_0", "Q4_0"):
-        (blobs / bits).write_bytes((FIXTURES / "gguf" / "llama.gguf").read_bytes())
+        (blobs / bits).write_bytes(gguf_bytes(make_model_keys(name), make_model_tensors(name)))
         (snapshot / f"tiny-{bits}.gguf").symlink_to(blobs / bits)
     monkeypatch.setattr(typer, "confirm", lambda *_, **more: False)
     code, out, _ = run("models", "rm", "org/name:Q4_0")
@@ -113,7 +114,7 @@ def test_models_are_removed_after_confirmation(
     questions = []
     monkeypatch.setattr(typer, "confirm", lambda words, **more: questions.append(words) or True)
     assert run("models", "rm", "org/name:Q4_0")[0] == 0
-    assert "org/name:Q4_0" in questions[0] and f"{round(size / 1000)} kB" in questions[0].replace("  ", " ")
+    assert "org/name:Q4_0" in questions[0] and f"{size // 1000} kB" in questions[0].replace("  ", " ")
     assert not (blobs / "Q4_0").exists() and (blobs / "Q8_0").exists()
     assert [row["name"] for row in from_json(run("models", "--json"))["models"]] == ["target.bin", "org/name:Q8_0"]
     assert run("models", "rm", "-y", "org/name:Q8_0")[0] == 0 and not snapshot.parents[1].exists()

@@ -30,9 +30,9 @@ from tests.conftest import VOCAB, Pair
 from tests.fakes.terminal import COMMAND, PROMPT, TIMEOUT_S, make_arguments, make_endless_arguments, run_in_terminal
 from tests.tools.command_runs import A_NOTE, Run, assert_rejected, from_json, run  # noqa: F401  (a fixture)
 from tests.tools.configs import replace_config
-from tests.tools.gguf_files import CONVERTED, gguf_bytes, read_converted
+from tests.tools.gguf_files import CONFIGS, CONVERTED, gguf_bytes, make_model_keys, make_model_tensors
 from tests.tools.head_files import write_folder
-from tests.tools.hf_folders import CONFIGS, FIXTURES
+from tests.tools.hf_folders import FIXTURES
 
 
 @pytest.fixture
@@ -342,7 +342,8 @@ def test_installed_models_are_listed_with_fitting_drafts(
     snapshot.mkdir(parents=True)
     (snapshot.parents[1] / "refs").mkdir()
     (snapshot.parents[1] / "refs" / "main").write_text("abc")
-    shutil.copy(FIXTURES / "gguf" / "llama.gguf", snapshot / "tiny-Q8_0.gguf")
+    name = next(iter(CONFIGS))
+    (snapshot / "tiny-Q8_0.gguf").write_bytes(gguf_bytes(make_model_keys(name), make_model_tensors(name)))
     listed = from_json(run("models", "--json"))
     assert [(row["name"], row["drafts"]) for row in listed["models"]][:2] == [("draft.bin", []), ("target.bin", [])]
     assert [row["name"] for row in listed["unreadable"]] == ["broken.bin"]
@@ -378,7 +379,7 @@ def test_models_are_listed_with_family_names_of_their_files(run: Run, tmp_path: 
     names = ("granite", "granite_hybrid", "smollm3", "phi3", "ministral3", "gemma3", "lfm2", "qwen35")
     for name in names:
         shutil.copytree(FIXTURES / name, tmp_path / name)
-        shutil.copy(FIXTURES / "gguf" / f"{name}.gguf", tmp_path)
+        (tmp_path / f"{name}.gguf").write_bytes(gguf_bytes(make_model_keys(name), make_model_tensors(name)))
     listed = {Path(row["name"]).name: row["family"] for row in from_json(run("models", tmp_path, "--json"))["models"]}
     folders = ["granite", "granitemoehybrid", "smollm3", "phi3", "ministral3", "gemma3", "lfm2", "qwen3_5"]
     files = ["granite", "granite", "smollm3", "phi3", "mistral3", "gemma3", "lfm2", "qwen35"]
@@ -535,8 +536,8 @@ def test_all_missing_packages_are_reported_before_loading(
     folder, tiny = tmp_path / "folder", tmp_path / "tiny.gguf"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    keys, tensors = read_converted("llama")
-    tiny.write_bytes(gguf_bytes(keys | {"tokenizer.ggml.model": "gpt2"}, tensors))
+    keys = next(iter(CONFIGS))
+    tiny.write_bytes(gguf_bytes(make_model_keys(keys) | {"tokenizer.ggml.model": "gpt2"}, make_model_tensors(keys)))
     reading, fetching, chatting = "tokenizers, to read", "huggingface_hub, to download", "jinja2, to render"
     for words, missing in (
         (["-m", folder], {reading}),

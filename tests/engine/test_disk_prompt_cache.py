@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from specdec.engine import disk_prompt_cache
-from specdec.engine.disk_prompt_cache import BLOCK_SUFFIX, BLOCK_TOKENS, PromptCache
+from specdec.engine.disk_prompt_cache import BLOCK_SUFFIX, BLOCK_TOKENS, TAIL_SUFFIX, PromptCache
 from specdec.model import sliding_window_eviction
 from specdec.model.model import Model
 from specdec.quant import INT8
@@ -136,6 +136,18 @@ def test_table_rows_of_a_prompt_enter_its_file_names(folder):
         np.testing.assert_array_equal(twin.forward([*tokens, 6], 3), plain.forward([*tokens, 6], 3))
 
 
+@pytest.mark.parametrize("n_flips", [1, 2, 3])
+def test_weights_with_different_signs_have_different_files(folder, n_flips):
+    """A sum of words would lose every other change of their upper bits."""
+    cache, twin = new_cache("qwen3", "f32"), new_cache("qwen3", "f32")
+    tokens = random_tokens(cache.model.config, 200)
+    save_prompt(folder(), cache, tokens)
+    vectors = {name: vector.copy() for name, vector in twin.model.weights.vectors.items()}
+    max(vectors.values(), key=len)[1 : 2 * n_flips : 2] *= -1
+    twin.model.weights = replace(twin.model.weights, vectors=vectors)
+    assert folder().restore(twin, tokens) == 0
+
+
 def test_nothing_is_restored_that_the_model_holds_already(folder):
     cache = new_cache("qwen3")
     tokens = random_tokens(cache.model.config, 500)
@@ -187,6 +199,34 @@ def test_a_damaged_file_is_ignored_and_changes_no_output(folder, name, n_damages
             later.forward(tokens[: n + 2], 1)
         np.testing.assert_array_equal(later.forward(tokens, 2), expected)
     assert len(n_restored) > 1 and len(one.lines) == 1 and "\n" not in one.lines[0]
+
+
+def test_a_full_disk_is_reported_once_and_leaves_no_partial_file(folder, monkeypatch):
+    one, cache = folder(), new_cache("qwen3")
+    tokens = random_tokens(cache.model.config, 400)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    save_prompt(one, cache, tokens)
+    save_prompt(one, cache, [*tokens, 1])
+    assert not os.listdir(one.folder) and len(one.lines) == 1 and "No space left" in one.lines[0]
+
+
+def test_the_least_recently_used_files_are_evicted(folder):
+    cache = new_cache("qwen3")
+    prompts = [random_tokens(cache.model.config, 300)[i:] + [i] * i for i in range(4)]
+    size = 0
+    for i, tokens in enumerate(prompts):
+        one = folder(n_bytes=max(int(2.5 * size), 1) if i else 10**9)
+        save_prompt(one, cache, tokens)
+        size = size or sum(file.stat().st_size for file in one.folder.iterdir())
+        for file in one.folder.iterdir():
+            if time.time() - file.stat().st_mtime < 100:
+                os.utime(file, (time.time() - 1000 + 10 * i, time.time() - 1000 + 10 * i))
+    assert sum(file.stat().st_size for file in one.folder.iterdir()) <= 2.6 * size
+    assert folder().restore(new_cache("qwen3"), prompts[-1]) and not folder().restore(new_cache("qwen3"), prompts[0])
 
 
 def test_an_unusable_folder_is_refused(folder, tmp_path):
@@ -298,6 +338,24 @@ def test_the_writer_thread_survives_errors(folder, monkeypatch):
     monkeypatch.undo()
     save_prompt(one, cache, [*tokens, 1])
     assert one.restore(new_cache("qwen3"), tokens) >= 384
+
+
+@pytest.mark.parametrize("suffix", [BLOCK_SUFFIX, TAIL_SUFFIX])
+def test_a_file_with_the_name_of_another_models_is_not_used(folder, tmp_path, suffix):
+    """Both hold the same tokens."""
+    one, other = new_cache("qwen3"), new_cache("qwen3")
+    vectors = {name: vector + 1 for name, vector in other.model.weights.vectors.items()}
+    other.model.weights = replace(other.model.weights, vectors=vectors)
+    tokens = random_tokens(one.model.config, 200)
+    stores = [folder(path=tmp_path / name) for name in ("one", "other")]
+    for store, cache in zip(stores, (one, other), strict=True):
+        save_prompt(store, cache, tokens)
+    mine, foreign = (next(store.folder.glob(f"*{suffix}")) for store in stores)
+    foreign.replace(mine)
+    later = new_cache("qwen3")
+    stores[0].restore(later, tokens)
+    np.testing.assert_array_equal(later.forward(tokens, 2), new_cache("qwen3").forward(tokens, 2))
+    assert "damaged" in stores[0].lines[0]
 
 
 def test_q8_caches_and_hidden_states_are_restored(folder):

@@ -22,8 +22,9 @@ class FakeHub:
         n_cut_bodies: How many bodies are cut off after `cut_at` bytes.
         n_missing_bytes: Announced bytes of a body that are never sent.
         lists_sizes: Whether it lists files with their sizes.
+        ignores_ranges: Whether it sends every file from its beginning.
         redirect: The URL of another server that has the files.
-        checksums, etags: False values that it reports for a file.
+        sizes, checksums, etags: False values that it reports for a file.
         commit: The latest revision.
         gate: Bodies wait at `cut_at` bytes until it is set.
         requests, ranges, authorizations: What was requested, in order; the last by path.
@@ -37,7 +38,9 @@ class FakeHub:
     cut_at: int = 0
     n_missing_bytes: int = 0
     lists_sizes: bool = True
+    ignores_ranges: bool = False
     redirect: str = ""
+    sizes: dict[str, int] = field(default_factory=dict)
     checksums: dict[str, str] = field(default_factory=dict)
     etags: dict[str, str] = field(default_factory=dict)
     commit: str = COMMIT
@@ -115,7 +118,9 @@ class _Handler(BaseHTTPRequestHandler):
         for entry, (name, data) in zip(entries, repository.items(), strict=True):
             sha256 = self.hub.checksums.get(name, hashlib.sha256(data).hexdigest())
             large = {"lfs": {"sha256": sha256, "size": len(data), "pointerSize": 130}}
-            entry |= {"size": len(data), "blobId": "0" * 40} | (large if name.endswith((".safetensors", ".bin", ".gguf")) else {})
+            entry |= {"size": self.hub.sizes.get(name, len(data)), "blobId": "0" * 40} | (
+                large if name.endswith((".safetensors", ".bin", ".gguf")) else {}
+            )
         return entries
 
     def send_refusal(self, status: int, code: str, location: str = "") -> None:
@@ -137,7 +142,7 @@ class _Handler(BaseHTTPRequestHandler):
     def send_file(self, name: str, data: bytes, with_body: bool) -> None:
         hub = self.hub
         etag = hub.etags.get(name, hashlib.sha256(data).hexdigest())
-        requested = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
+        requested = None if hub.ignores_ranges else re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
         start = int(requested[1]) if requested else 0
         if with_body:
             data = data[: len(data) - hub.n_missing_bytes]

@@ -20,7 +20,7 @@ from specdec.sampling import Sampling
 from specdec.verification import VERIFIERS
 from tests.tools.checkpoint_files import write_tokenizer
 from tests.tools.decode import collect, decode, get_tokens, make_model_drafter
-from tests.tools.gguf_files import gguf_bytes, read_converted
+from tests.tools.gguf_files import gguf_bytes, make_model_with_head, read_converted
 from tests.tools.hf_folders import FIXTURES, copy_fixture, edit_tensors, read_all_tensors
 from tests.tools.random_heads import new_head_cache
 from tests.tools.random_models import THREAD_COUNTS, fake_three_threads, interrupt_after, random_tokens, scatter_phases
@@ -92,7 +92,7 @@ def test_phases_do_not_depend_on_thread_assignment(name, monkeypatch):
 
 def test_a_gguf_file_has_the_same_head_as_the_folder(tmp_path):
     path = tmp_path / "model.gguf"
-    keys, tensors = read_converted("qwen35_images")
+    keys, tensors = make_model_with_head("qwen35_images")
     path.write_bytes(gguf_bytes(keys, tensors))
     source, folder = load_checkpoint(path), load_checkpoint(FIXTURES / "qwen35_images")
     assert source.config.n_layers == 2 and source.config.layers[0].mixer == replace(
@@ -117,20 +117,19 @@ def test_a_gguf_file_has_the_same_head_as_the_folder(tmp_path):
 @pytest.mark.parametrize("with_copies", [True, False])
 def test_a_head_in_a_file_of_its_own_drafts_for_its_target(tmp_path, with_copies):
     """The file is like one of llama.cpp's converter: the model's metadata and, in most, copies of the vocabulary matrices."""
-    keys, tensors = read_converted("qwen35_images")
-    keys["qwen35.vocab_size"] = tensors["token_embd.weight"].shape[0]
+    keys, tensors = make_model_with_head("qwen35_images")
     copies = ("token_embd.weight", "output_norm.weight", "output.weight") if with_copies else ()
     head = {name: each for name, each in tensors.items() if name.startswith("blk.2.") or name in copies}
     layers = {"qwen35.block_count": 2, "qwen35.nextn_predict_layers": 0}
     recurrent = keys["qwen35.attention.recurrent_layers"]
-    layers["qwen35.attention.recurrent_layers"] = recurrent[:2]
+    layers["qwen35.attention.recurrent_layers"] = recurrent._replace(value=recurrent.value[:2])
     target, path = tmp_path / "small-Q8_0.gguf", tmp_path / "mtp-small-F16.gguf"
     target.write_bytes(gguf_bytes(keys | layers, {name: each for name, each in tensors.items() if not name.startswith("blk.2.")}))
     assert load_builtin_head(load_checkpoint(target)) is None
     path.write_bytes(gguf_bytes(keys, head))
     other = tmp_path / "mtp-small-Q8_0.gguf"  # of a model with another number of layers
     names = {name: name.replace("blk.2.", "blk.3.") for name in head}
-    more = {"qwen35.block_count": 4, "qwen35.attention.recurrent_layers": [*recurrent, False]}
+    more = {"qwen35.block_count": 4, "qwen35.attention.recurrent_layers": recurrent._replace(value=[*recurrent.value, False])}
     other.write_bytes(gguf_bytes(keys | more, {names[name]: each for name, each in head.items()}))
     expected = read_all_tensors(load_mtp_head(load_checkpoint(FIXTURES / "qwen35_images")))
     for name, tensor in read_all_tensors(load_checkpoint(path)).items():

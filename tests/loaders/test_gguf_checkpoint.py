@@ -22,7 +22,7 @@ from specdec.loaders.head_checkpoint import load_mtp_head
 from specdec.loaders.model_loader import load_model
 from specdec.model import get_architecture
 from specdec.model.model import Model
-from specdec.model_config import ModelConfig
+from specdec.model_config import Llama3RopeScaling, ModelConfig
 from specdec.quant.gguf_repacking import BLOCK_TYPES, WEIGHT_FORMATS, dequantize
 from specdec.quant.packed_matrix import pack_matrix
 from specdec.runtime.memory import all_finite
@@ -32,6 +32,7 @@ from tests.tools.configs import make_gemma3_layers, override_full_layers, replac
 from tests.tools.gguf_files import (
     BLOCK_SIZES,
     CONVERTED,
+    NAMES,
     TYPE_IDS,
     Keys,
     RawTensor,
@@ -40,9 +41,12 @@ from tests.tools.gguf_files import (
     encode_value,
     gguf_bytes,
     header_bytes,
+    make_model_keys,
+    make_model_tensors,
     make_split_files,
     random_blocks,
     read_converted,
+    rope_divisors,
     write_parts,
 )
 from tests.tools.hf_folders import CONFIGS, FIXTURES, assert_rejected, read_all_tensors
@@ -81,52 +85,100 @@ def test_a_file_written_by_the_package_is_read() -> None:
 def write_fixture(folder: Path, name: str, version: int = 3, **changes: Any) -> Path:
     """Write a fixture as a GGUF file, with changes to its keys."""
     path = folder / f"{name}.gguf"
-    keys, tensors = read_converted(name)
-    path.write_bytes(gguf_bytes(keys | changes, tensors, version))
+    path.write_bytes(gguf_bytes(make_model_keys(name) | changes, make_model_tensors(name), version))
     return path
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_converted_model_equals_its_folder_bit_by_bit(tmp_path: Path, name: str) -> None:
+    """Includes permuted and fused rows of heads, as each architecture stores them."""
+    checkpoint, folder = load_checkpoint(write_fixture(tmp_path, name)), load_checkpoint(FIXTURES / name)
+    expected, got = read_all_tensors(folder), read_all_tensors(checkpoint)
+    config = folder.config
+    if isinstance(config.rope.scaling, Llama3RopeScaling):
+        config = replace_config(config, rope_scaling=None, rope_divisors=tuple(map(float, rope_divisors(config))))
+    assert checkpoint.config == config
+    assert set(got) == set(expected)
+    for key, array in got.items():
+        wide = expected[key]
+        if array.dtype != wide.dtype:  # vectors are fp32 in GGUF
+            wide = (wide.astype(np.uint32) << 16).view(np.float32) if wide.dtype == np.uint16 else wide.astype(np.float32)
+        np.testing.assert_array_equal(array, wide, strict=True)
+
+
+def load_fp32_kv_model(path: Path) -> Model:
+    """Load a model with an fp32 KV cache, as in transformers."""
+    checkpoint = load_checkpoint(path)
+    weights = get_architecture(checkpoint.config).pack(checkpoint.config, checkpoint.tensors)
+    return Model(checkpoint.config, weights, kv="f32")
+
+
+MODEL_NAMES = [
+    "llama3",
+    "qwen3",
+    "granite_hybrid",
+    "smollm3",
+    "phi3",
+    "ministral3",
+    "gemma3",
+    "gemma3_half",
+    "lfm2",
+    "lfm2_odd",
+    "qwen35",
+]
+
+
+@pytest.mark.parametrize("name", [*MODEL_NAMES, "qwen35_images", "gpt2"])
+def test_logits_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
+    """llama3 has frequency factors in the file instead of a formula."""
+    expected, model = hf_folders.load_expected(name), load_fp32_kv_model(write_fixture(tmp_path, name))
+    difference = np.abs(model.new_cache().forward(expected.tokens, len(expected.tokens)) - expected.logits).max(1)
+    assert (difference / np.abs(expected.logits).max(1)).max() < 3e-5
 
 
 @pytest.mark.parametrize("version", [2, 3])
 def test_both_versions_and_any_alignment_are_read(tmp_path: Path, version: int) -> None:
     expected = read_all_tensors(load_checkpoint(write_fixture(tmp_path, "llama_tied", version)))
-    keys, tensors = read_converted("llama_tied")
+    keys = make_model_keys("llama_tied") | {"general.alignment": 256}
     path = tmp_path / "no-suffix"
-    path.write_bytes(gguf_bytes(keys | {"general.alignment": 256}, tensors, version, 256))
+    path.write_bytes(gguf_bytes(keys, make_model_tensors("llama_tied"), version, 256))
     for key, array in read_all_tensors(load_checkpoint(path)).items():
         np.testing.assert_array_equal(array, expected[key])
 
 
 def test_per_layer_lists_of_equal_numbers_are_supported(tmp_path: Path) -> None:
     """The converter writes a dense Granite 4 like this."""
-    (keys, tensors), config = read_converted("granite_hybrid"), CONFIGS["granite_hybrid"]
+    keys, config = make_model_keys("granite_hybrid"), CONFIGS["granite_hybrid"]
     for key in ("attention.head_count_kv", "attention.head_count", "feed_forward_length"):
         keys[f"granite.{key}"] = [keys[f"granite.{key}"]] * config.n_layers
     path = tmp_path / "model.gguf"
-    path.write_bytes(gguf_bytes(keys, tensors))
+    path.write_bytes(gguf_bytes(keys, make_model_tensors("granite_hybrid")))
     assert load_checkpoint(path).config == config
 
 
 def test_an_mtp_head_without_its_layer_is_rejected(tmp_path: Path) -> None:
-    keys, tensors = read_converted("qwen35")
+    tensors = {name: each for name, each in make_model_tensors("qwen35").items() if not name.startswith("blk.")}
     path = tmp_path / "mtp-model.gguf"
-    path.write_bytes(gguf_bytes(keys, {name: each for name, each in tensors.items() if not name.startswith("blk.")}))
+    path.write_bytes(gguf_bytes(make_model_keys("qwen35") | {"qwen35.nextn_predict_layers": 1, "qwen35.block_count": 5}, tensors))
     with pytest.raises(CheckpointError, match=r"has no tensor blk\.\d+\."):
         load_checkpoint(path)
 
 
 def test_a_layer_of_the_model_is_not_taken_for_an_mtp_head(tmp_path: Path) -> None:
-    (keys, tensors), path = read_converted("qwen35"), tmp_path / "model.gguf"
-    path.write_bytes(gguf_bytes(keys, {name: each for name, each in tensors.items() if ".nextn." not in name}))
-    with pytest.raises(CheckpointError, match=r"nextn_predict_layers is 1; the layer of blk\.4\..* is one of the model's own"):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(
+        gguf_bytes(make_model_keys("qwen35_odd") | {"qwen35.nextn_predict_layers": 1}, make_model_tensors("qwen35_odd"))
+    )
+    with pytest.raises(CheckpointError, match=r"nextn_predict_layers is 1; the layer of blk\.2\..* is one of the model's own"):
         load_checkpoint(path)
 
 
 def test_missing_keys_have_defaults(tmp_path: Path) -> None:
-    keys, tensors = read_converted("llama")
+    keys = make_model_keys("llama")
     for key in ("attention.head_count_kv", "rope.freq_base", "attention.key_length", "attention.value_length", "vocab_size"):
         del keys[f"llama.{key}"]
     path = tmp_path / "model.gguf"
-    path.write_bytes(gguf_bytes(keys, tensors))
+    path.write_bytes(gguf_bytes(keys, make_model_tensors("llama")))
     assert load_checkpoint(path).config == CONFIGS["llama"]
 
 
@@ -168,16 +220,15 @@ def test_gemma_3_keys_are_interpreted_like_llama_cpp(tmp_path: Path) -> None:
     ):
         keys = {f"gemma3.{key}": value for key, value in changes.items()}
         assert load_checkpoint(write_fixture(tmp_path, "gemma3", **keys)).config == replace_config(config, **others), changes
-    keys, tensors = read_converted("gemma3")
-    path = tmp_path / "model.gguf"
-    path.write_bytes(gguf_bytes(keys, tensors | {"blk.0.attn_output.bias": tensors["blk.0.attn_norm.weight"]}))
-    assert "blk.0.attn_output.bias" in get_refusal(path)
-    for name, shape in (("blk.0.attn_q.weight", (36, 18)), ("blk.0.attn_output.weight", (18, 36))):
-        tensors[name] = tensors[name]._replace(shape=shape, data=2 * tensors[name].data)
-    for i in range(1, 62):
+    tensors = make_model_tensors("gemma3_half")
+    for i in range(5, 62):
         tensors |= {name.replace("blk.0.", f"blk.{i}."): each for name, each in tensors.items() if name.startswith("blk.0.")}
-    path.write_bytes(gguf_bytes(keys | {"gemma3.block_count": 62, "gemma3.attention.head_count": 6}, tensors))
-    assert load_checkpoint(path).config.attention.scale == pytest.approx((18 / 6) ** -0.5)
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_bytes(make_model_keys("gemma3_half") | {"gemma3.block_count": 62}, tensors))
+    assert load_checkpoint(path).config.attention.scale == pytest.approx((22 / 2) ** -0.5)
+    bias = {"blk.0.attn_output.bias": np.zeros(22, np.float32)}
+    path.write_bytes(gguf_bytes(make_model_keys("gemma3_half"), make_model_tensors("gemma3_half") | bias))
+    assert "blk.0.attn_output.bias" in get_refusal(path)
     for words, change in (
         ("sliding_window_pattern", {"gemma3.attention.sliding_window_pattern": [True] * 6}),
         ("sliding_window_pattern", {"gemma3.attention.sliding_window_pattern": [1] * 7}),
@@ -190,11 +241,11 @@ def test_gemma_3_keys_are_interpreted_like_llama_cpp(tmp_path: Path) -> None:
 
 
 def test_a_classifier_equal_to_the_embedding_is_shared(tmp_path: Path) -> None:
-    keys, tensors = read_converted("gpt2")
-    path, embedding = tmp_path / "model.gguf", GGUFFile(FIXTURES / "gguf" / "gpt2.gguf").get_tensor("token_embd.weight")[:]
-    path.write_bytes(gguf_bytes(keys, tensors | {"output.weight": embedding}))
+    tensors = make_model_tensors("gpt2")
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_bytes(make_model_keys("gpt2"), tensors | {"output.weight": tensors["token_embd.weight"]}))
     assert load_checkpoint(path).config.shared_classifier
-    path.write_bytes(gguf_bytes(keys, tensors | {"output.weight": embedding * 2}))
+    path.write_bytes(gguf_bytes(make_model_keys("gpt2"), tensors | {"output.weight": tensors["token_embd.weight"] * 2}))
     checkpoint = load_checkpoint(path)
     assert not checkpoint.config.shared_classifier
     np.testing.assert_array_equal(checkpoint.tensors["wcls"][:], 2 * checkpoint.tensors["tok_emb"][:])
@@ -234,7 +285,7 @@ def test_quantized_tensors_have_the_same_row_order_as_floats(tmp_path: Path, a: 
 
 
 def test_mxfp4_exponents_out_of_fp16_range_are_rejected_unless_the_block_is_zero(tmp_path: Path) -> None:
-    path, (keys, tensors) = tmp_path / "model.gguf", read_converted("llama_tied")
+    path, keys, tensors = tmp_path / "model.gguf", make_model_keys("llama_tied"), make_model_tensors("llama_tied")
     cases = (103, 1, False), (144, 1, False), (255, 7, False), (104, 1, True), (143, 9, True), (0, 0x88, True)
     for exponent, codes, is_valid in cases:
         data = bytearray(random_blocks(np.random.default_rng(0), "MXFP4", 72, 256).data)
@@ -250,7 +301,7 @@ def test_mxfp4_exponents_out_of_fp16_range_are_rejected_unless_the_block_is_zero
 
 @pytest.mark.parametrize("scale", [0x7F, 0x80, 0xFF])
 def test_nvfp4_scales_that_are_nan_or_negative_are_rejected(tmp_path: Path, scale: int) -> None:
-    path, (keys, tensors) = tmp_path / "model.gguf", read_converted("llama_tied")
+    path, keys, tensors = tmp_path / "model.gguf", make_model_keys("llama_tied"), make_model_tensors("llama_tied")
     data = bytearray(random_blocks(np.random.default_rng(0), "NVFP4", 72, 256).data)
     data[-33] = scale
     path.write_bytes(gguf_bytes(keys, tensors | {"x": RawTensor("NVFP4", (72, 256), bytes(data))}))
@@ -272,7 +323,7 @@ def write_scaled_tensors(path: Path) -> dict[str, Any]:
         tensors[f"{name}.weight"] = blocks._replace(shape=(*lengths, n))
         for kind in ("scale", "input_scale"):
             tensors[f"{name}.{kind}"] = rng.random(lengths[0] if len(lengths) > 1 else 1, np.float32) + np.float32(0.01)
-    path.write_bytes(gguf_bytes(read_converted("llama_tied")[0], tensors))
+    path.write_bytes(gguf_bytes(make_model_keys("llama_tied"), tensors))
     return tensors
 
 
@@ -307,7 +358,7 @@ def test_a_scale_of_a_tensor_multiplies_the_scales_of_its_groups(tmp_path: Path)
 def test_a_scale_of_a_tensor_is_one_finite_number(tmp_path: Path, scale: Any, problem: str) -> None:
     path = tmp_path / "model.gguf"
     tensors = write_scaled_tensors(path) | {"blk.0.attn_q.scale": scale}
-    path.write_bytes(gguf_bytes(read_converted("llama_tied")[0], tensors))
+    path.write_bytes(gguf_bytes(make_model_keys("llama_tied"), tensors))
     with pytest.raises(CheckpointError, match=f"blk.0.attn_q.scale.*{problem}"):
         GGUFModel(path).get_tensor("blk.0.attn_q.weight", SCALED_SHAPES["blk.0.attn_q"])
 
@@ -324,7 +375,7 @@ def test_infinite_scales_are_rejected(tmp_path: Path) -> None:
     for type_name in BLOCK_SIZES:
         for at in BLOCK_TYPES[type_name].scale_offsets:
             for bits in (0x7C00, 0xFC00, 0x7E01):
-                keys, tensors = read_converted("llama_tied")
+                keys, tensors = make_model_keys("llama_tied"), make_model_tensors("llama_tied")
                 blocks = random_blocks(rng, type_name, 72, 256)
                 data = bytearray(blocks.data)
                 offset = len(data) - BLOCK_SIZES[type_name][1] + at
@@ -342,14 +393,14 @@ def test_infinite_scales_are_rejected(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_a_split_model_equals_the_whole_one(tmp_path: Path, n: int) -> None:
-    path = write_parts(tmp_path, make_split_files(*read_converted("qwen3"), n))
+    path = write_parts(tmp_path, make_split_files(make_model_keys("qwen3"), make_model_tensors("qwen3"), n))
     expected = read_all_tensors(load_checkpoint(write_fixture(tmp_path, "qwen3")))
     for key, array in read_all_tensors(load_checkpoint(path)).items():
         np.testing.assert_array_equal(array, expected[key])
 
 
 def test_an_incomplete_split_is_rejected_with_the_shard(tmp_path: Path) -> None:
-    keys, tensors = read_converted("llama")
+    keys, tensors = make_model_keys("llama"), make_model_tensors("llama")
     shards = make_split_files(keys, tensors, 3)
     first = write_parts(tmp_path, shards)
     second = first.with_name("model-00002-of-00003.gguf")
@@ -393,7 +444,7 @@ def get_refusal(path: Path) -> str:
 
 @pytest.fixture
 def small() -> tuple[Keys, dict[str, Any]]:
-    return read_converted("llama_tied")
+    return make_model_keys("llama_tied"), make_model_tensors("llama_tied")
 
 
 def cuts(size: int, header: int) -> Iterator[int]:
@@ -619,10 +670,7 @@ def test_a_dense_granite_4_of_the_real_converter_has_the_expected_logits() -> No
     np.testing.assert_allclose(logits[:, : model.config.vocab_size], expected["logits"], atol=0.02)
 
 
-ROUNDED = ("llama3", "qwen35", "qwen35_images")  # the converter computes frequency factors and decay rates in another precision
-
-
-@pytest.mark.parametrize("name", [name for name in CONVERTED if name not in ROUNDED])
+@pytest.mark.parametrize("name", CONVERTED)
 def test_logits_of_converted_files_equal_those_of_the_folder(name: str) -> None:
     """Bit by bit: matrices keep their format, and vectors are widened to fp32."""
     tokens = hf_folders.load_expected(name).tokens
@@ -640,24 +688,6 @@ def test_the_bias_of_ernies_router_may_be_a_vector(tmp_path: Path) -> None:
     np.testing.assert_array_equal(got, expected)
     path.write_bytes(gguf_bytes(keys, tensors | {name: tensors[name]._replace(shape=(2, 3))}))
     assert name in get_refusal(path)
-
-
-@pytest.mark.parametrize("name", ROUNDED)
-def test_logits_of_converted_files_equal_those_of_transformers(name: str) -> None:
-    checkpoint, expected = load_checkpoint(FIXTURES / "gguf" / f"{name}.gguf"), hf_folders.load_expected(name)
-    weights = get_architecture(checkpoint.config).pack(checkpoint.config, checkpoint.tensors)
-    logits = Model(checkpoint.config, weights, kv="f32").new_cache().forward(expected.tokens, len(expected.tokens))
-    assert (np.abs(logits - expected.logits).max(1) / np.abs(expected.logits).max(1)).max() < 3e-5
-
-
-def test_a_qwen3_moe_is_read_like_the_text_model_of_a_qwen3_vl_moe(tmp_path: Path) -> None:
-    (keys, tensors), path = read_converted("qwen3_vl_moe"), tmp_path / "model.gguf"
-    renamed = {key.replace("qwen3vlmoe", "qwen3moe"): value for key, value in keys.items()} | {"general.architecture": "qwen3moe"}
-    path.write_bytes(gguf_bytes(renamed, tensors))
-    got, expected = (load_checkpoint(each) for each in (path, PACKAGE / "qwen3_vl_moe.gguf"))
-    assert got.config == expected.config
-    for key, array in read_all_tensors(expected).items():
-        np.testing.assert_array_equal(read_all_tensors(got)[key], array)
 
 
 @pytest.mark.parametrize("name", ["qwen35_moe", "qwen3_next"])

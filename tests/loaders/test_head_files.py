@@ -1,6 +1,8 @@
 """Loading of draft heads: every dialect of their files, rejected files, and which targets they are compatible with."""
 
 import json
+import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +17,10 @@ from specdec.loaders.head_checkpoint import find_incompatibility
 from specdec.loaders.model_paths import find_required_packages
 from specdec.model import get_architecture
 from specdec.model_config import Llama3RopeScaling, ModelConfig
-from tests.tools import gguf_files, head_files, hf_folders
+from tests.tools import fuzz_heads, gguf_files, head_files, hf_folders
 from tests.tools.configs import make_config, replace_config
+from tests.tools.fuzz_common import FINE
+from tests.tools.fuzz_common import REFUSED as REFUSED_IN_ONE_LINE
 from tests.tools.gguf_files import RawTensor
 from tests.tools.head_files import DIALECTS, write_folder, write_gguf
 from tests.tools.hf_folders import CONFIGS, DELETED, assert_rejected, edit_config, edit_tensors, read_all_tensors
@@ -346,11 +350,19 @@ def test_an_invalid_gguf_head_is_rejected_in_one_line(tmp_path: Path, name: str)
 
 
 def test_integer_weights_are_rejected(tmp_path: Path) -> None:
-    keys, tensors = gguf_files.read_converted("llama")
+    keys, tensors = gguf_files.make_model_keys("llama"), gguf_files.make_model_tensors("llama")
     rows = tensors["blk.0.ffn_up.weight"].shape
     tensors["blk.0.ffn_up.weight"] = RawTensor("I64", rows, bytes(8 * rows[0] * rows[1]))
     (tmp_path / "model.gguf").write_bytes(gguf_files.gguf_bytes(keys, tensors))
     assert_rejected(tmp_path / "model.gguf", '"blk.0.ffn_up.weight" is "I64"; expected F32, F16, BF16')
+
+
+@pytest.mark.campaign
+def test_5000_damaged_heads_are_rejected_in_one_line_or_valid() -> None:
+    """Run `python -m tests.tools.fuzz --only heads --case N` to repeat one."""
+    ends = Counter(fuzz_heads.fuzz_head(random.Random(f"heads {case}")) for case in range(5000))
+    assert ends[REFUSED_IN_ONE_LINE] > 3400
+    assert ends[FINE] > 500
 
 
 # Compatibility

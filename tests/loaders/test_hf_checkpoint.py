@@ -3,7 +3,7 @@
 import json
 import re
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,13 @@ import pytest
 from specdec.loaders import CheckpointError, CheckpointWarning, load_checkpoint
 from specdec.loaders.checkpoint import DerivedTensor
 from specdec.loaders.model_loader import load_model
+from specdec.mixer_config import DeltaNetConfig, Mamba2Config
 from specdec.model import get_architecture
 from specdec.model.kv_cache import KVCache
 from specdec.model.model import Model
+from specdec.model_config import ExpertsConfig, Llama3RopeScaling, YarnRopeScaling
 from tests.tools import hf_folders
-from tests.tools.configs import describe_config, replace_config
+from tests.tools.configs import describe_config, make_gemma3_layers, override_full_layers, replace_config
 from tests.tools.hf_folders import (
     CONFIG_TABLE,
     CONFIGS,
@@ -130,6 +132,111 @@ def test_a_width_that_no_layer_uses_takes_no_memory(name: str) -> None:
     assert compute_error(cache, expected) < 3e-5
 
 
+def make_muse_layers(windows: Collection[int], rotated: Collection[int]) -> tuple[dict[str, Any], ...]:
+    """Return the layers of a Muse Glimmer, given their windows and which of them have RoPE."""
+    return tuple({"window": window, "has_rope": i in rotated} for i, window in enumerate(windows))
+
+
+def make_laguna_layers(heads: Collection[int], window: int = 0) -> tuple[dict[str, Any], ...]:
+    """Return the layers of a Laguna, given their numbers of query heads; all but each fourth may have a window."""
+    sliding = {"window": window, "rope_theta": 50, "rope_dim": 0, "rope_scaling": None} if window else {"window": 0}
+    return tuple({"n_heads": n, **({"window": 0} if i % 4 == 0 else sliding)} for i, n in enumerate(heads))
+
+
+FEATURES: list[tuple[str, dict[str, Any]]] = [
+    ("mistral", {"window": 0}),
+    ("phi3", {"rope_dim": 0, "rope_divisors": (), "long_freq_factors": (), "longrope_threshold": 0}),
+    ("phi3", {"rope_divisors": ()}),
+    ("phi3_long", {"longrope_threshold": 18}),
+    ("phi3_long", {"longrope_threshold": 16}),
+    ("phi3_long", {"longrope_threshold": 0, "long_freq_factors": ()}),
+    ("phi3", {"rope_scale": 1.0}),
+    ("phi3_plain", {"window": 10}),
+    ("lfm2", {"norm_eps": 1e-2}),
+    ("lfm2_odd", {"rope_theta": 1e6}),
+    ("mistral", {"window": 11}),
+    ("mistral", {"window": 13}),
+    ("qwen2_window", {"window": 0}),
+    ("llama3", {"rope_scaling": None}),
+    ("llama3", {"rope_scaling": Llama3RopeScaling(8, 1, 3, 64)}),
+    ("llama", {"rope_theta": 20000.0}),
+    ("qwen2_5_vl", {"window": 0}),
+    ("qwen3_vl", {"rope_theta": 1e4}),
+    ("exaone4", {"window": 11}),
+    ("exaone4", {"layers": override_full_layers((3,), 4)}),
+    ("ernie4_5", {"rope_theta": 1e6}),
+    ("hunyuan_v1_dense", {"qk_norm": True}),
+    ("hunyuan_v1_dense", {"rope_theta": 1e4}),
+    ("stablelm", {"rope_dim": 4}),
+    ("nemotron", {"rope_dim": 12}),
+    ("apertus", {"qk_norm": "rotated"}),
+    ("bitnet", {"activation": "silu"}),
+    ("apertus", {"rope_scaling": None}),
+    ("minicpm", {"residual_scale": 1.0}),
+    ("ernie4_5_moe", {"experts": ExpertsConfig(6, 2, 24, False, (0,), shared_hidden_dim=48)}),
+    ("phimoe", {"experts": ExpertsConfig(5, 2, 20)}),
+    ("phimoe", {"rope_scale": 1.0}),
+    ("gemma2", {"window": 10}),
+    ("gemma2", {"softcap": 0.0}),
+    ("gemma2", {"logit_softcap": 0.0}),
+    ("deepseek_v2", {"attention_scale": 0.0}),
+    ("deepseek_v2", {"experts": replace(CONFIGS["deepseek_v2"].experts, norm_topk_prob=True)}),
+    ("deepseek_v2_groups", {"experts": replace(CONFIGS["deepseek_v2_groups"].experts, n_groups=1, n_groups_used=1)}),
+    ("deepseek_v2_groups", {"experts": replace(CONFIGS["deepseek_v2_groups"].experts, n_groups_used=1)}),
+    ("deepseek_v3", {"experts": replace(CONFIGS["deepseek_v3"].experts, n_groups=1, n_groups_used=1)}),
+    ("moonlight", {"experts": replace(CONFIGS["moonlight"].experts, routed_scaling_factor=1.0)}),
+    ("glm4_moe_lite", {"norm_eps": 0.1}),
+    ("gemma3", {"window": 10}),
+    ("gemma3", {"layers": ()}),
+    ("gemma3", {"layers": make_gemma3_layers((4,), 7)}),
+    ("gemma3", {"rope_theta": 1e6}),
+    ("gemma3_scaled", {"rope_theta": 1e4}),
+    ("gemma3_scaled", {"layers": make_gemma3_layers((0, 3), 4)}),
+    ("gemma3_scaled", {"attention_scale": 0.0}),
+    ("gemma3_half", {"embedding_scale": 1.0}),
+    ("ministral3", {"query_scale": 0.0}),
+    ("ministral3", {"query_span": 17}),
+    ("ministral3", {"rope_scaling": YarnRopeScaling(4, 16, beta_fast=2, truncate=False)}),
+    ("ministral3", {"rope_scaling": YarnRopeScaling(4, 16, beta_fast=1)}),
+    ("ministral3_vision", {"rope_scaling": YarnRopeScaling(8, 20, 4, 1, truncate=False)}),
+    ("ministral3_scale", {"rope_scaling": None}),
+    ("qwen35", {"rope_dim": 8}),
+    ("qwen35_odd", {"rope_theta": 2e5}),
+    ("qwen35_images", {"norm_eps": 0.1}),
+    ("glm4", {"rope_dim": 4}),
+    ("glm4", {"norm_placement": "before"}),
+    ("olmo3", {"window": 10}),
+    ("olmo3", {"layers": override_full_layers((3,), 4)}),
+    ("olmo3", {"layers": override_full_layers((2, 3), 4, rope_scaling=YarnRopeScaling(4, 16, 2, 0.1))}),
+    ("qwen3_next", {"delta": ((0, 1, 2), DeltaNetConfig(2, 4, 16, 16, tiled_heads=True))}),
+    ("qwen3_next_odd", {"experts": ExpertsConfig(5, 3, 20, True, (0, 1, 2), shared_hidden_dim=9, shared_gate=True)}),
+    ("qwen35", {"delta": ((0, 1, 2), DeltaNetConfig(2, 4, 8, 16, tiled_heads=True))}),
+    ("granite_h", {"residual_scale": 1.0}),
+    ("nemotron_h", {"has_rope": True}),
+    ("falcon_h1", {"projection_scales": (2.0, 2.0, 1.0)}),
+    ("falcon_h1", {"projection_scales": (1.0, 1.0, 1.0)}),
+    ("falcon_h1", {"projection_scales": (2.0, 1.0, 2.0)}),
+    ("falcon_h1", {"mlp_scales": (2.0, 0.5)}),
+    ("falcon_h1", {"mamba": ((0, 1), Mamba2Config(4, 12, 2, 16, 4, True, False, True, (1.0, 0.25, 2.0, 0.125, 0.5), 1.0))}),
+    ("falcon_h1", {"mamba": ((0, 1), Mamba2Config(4, 12, 2, 16, 4, True, False, True, (1.0, 0.25, 0.125, 2.0, 1.0), 2.0))}),
+    ("falcon_h1_odd", {"rope_theta": 100.0}),
+    ("nemotron_h", {"experts": ExpertsConfig(6, 2, 20, True, (0, 2, 3), True, True, 0.0, 0.0, 1.0, 28)}),
+    ("nemotron_h", {"experts": ExpertsConfig(6, 2, 20, False, (0, 2, 3), True, True, 0.0, 0.0, 2.5, 28)}),
+    ("nemotron_h_dense", {"norm_eps": 0.1}),
+    ("laguna", {"layers": make_laguna_layers((4, 6, 6, 6, 4), 10)}),
+    ("laguna", {"rope_scale": 1.2}),
+    ("laguna", {"experts": replace(CONFIGS["laguna"].experts, routed_scaling_factor=1.0)}),
+    ("laguna_elements", {"rope_dim": 0, "layers": make_laguna_layers((3, 3, 3))}),
+    ("muse_glimmer_layers", {"post_norm_eps": 0.2}),
+    ("muse_glimmer", {"embedding_norm": False}),
+    ("muse_glimmer", {"plain_query_scale": 1.0}),
+    ("muse_glimmer", {"layers": make_muse_layers((0, 9, 9, 9, 0), (0, 1, 2, 3))}),
+    ("muse_glimmer_layers", {"layers": make_muse_layers((0, 7, 8, 0), (0, 2))}),
+    ("granite_h", {"norm_eps": 1e-1}),
+    ("granite_h", {"has_rope": True}),
+]
+
+
 def test_mxfp4_logits_equal_those_of_transformers() -> None:
     """Includes both interleaved matrices; as floats, because the matmul of quantized blocks rounds activations to int8."""
     checkpoint, expected = load_checkpoint(FIXTURES / MXFP4_FIXTURE), hf_folders.load_expected(MXFP4_FIXTURE)
@@ -220,6 +327,11 @@ def test_damaged_ternary_weights_are_rejected_by_name(tmp_path: Path) -> None:
     for key, dtype, array, message in cases:
         (packed / WEIGHTS).write_bytes(hf_folders.safetensors_bytes(tensors | {key: (dtype, array)}))
         assert_rejected(packed, message)
+
+
+@pytest.mark.parametrize(("name", "changes"), FEATURES, ids=str)
+def test_fixtures_detect_a_missing_feature(name: str, changes: dict[str, Any]) -> None:
+    assert compute_error(make_cache(name, **changes), hf_folders.load_expected(name)) > 1e-2
 
 
 # Folders

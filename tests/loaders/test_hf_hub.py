@@ -398,6 +398,28 @@ def test_a_token_gives_access_and_is_sent_only_to_the_hub(
     assert len(storage.list_fetched_files()) == len(SHARDED) - 1 and {*storage.authorizations.values()} == {""}
 
 
+@pytest.mark.usefixtures("small_chunks")
+def test_a_broken_connection_is_resumed(server: FakeHub, tmp_path: Path) -> None:
+    server.repositories["org/model"] = MODEL
+    server.n_cut_bodies, server.cut_at = 3, 2 * MB + 5
+    assert read_files(hf_hub.fetch("org/model")) == MODEL
+    assert [int(each.removeprefix("bytes=").rstrip("-")) // MB for each in server.ranges] == [2, 4]
+    assert list_partial_files(tmp_path) == []
+
+
+def test_a_connection_that_brings_no_byte_is_given_up(server: FakeHub) -> None:
+    server.n_cut_bodies = 100
+    assert get_error(lambda: hf_hub.fetch("org/model")).endswith(TRY_AGAIN)
+    assert server.list_fetched_files() == ["config.json"] * 6
+
+
+def test_a_server_without_ranges_sends_the_file_again(server: FakeHub) -> None:
+    server.ignores_ranges = True
+    server.n_cut_bodies, server.cut_at = 1, 2 * MB
+    assert read_files(hf_hub.fetch("org/model")) == MODEL
+    assert server.list_fetched_files().count("model.safetensors") == 2
+
+
 def test_a_download_resumes_after_its_process_was_killed(server: FakeHub, tmp_path: Path) -> None:
     weights = random.Random(1).randbytes(25 * MB)
     server.repositories["org/model"] = MODEL | {"model.safetensors": weights}
@@ -420,11 +442,28 @@ def test_a_download_resumes_after_its_process_was_killed(server: FakeHub, tmp_pa
     assert server.ranges == [f"bytes={20 * MB}-"]
 
 
+def test_a_small_file_shorter_than_listed_is_rejected(server: FakeHub) -> None:
+    server.n_missing_bytes = 1000
+    server.repositories["org/model"] = {"config.json": b" " * 2000, "model.safetensors": WEIGHTS}
+    assert get_error(lambda: hf_hub.fetch("org/model")).startswith("cannot download org/model")
+    server.n_missing_bytes = 0
+    assert read_files(hf_hub.fetch("org/model"))["config.json"] == b" " * 2000
+
+
 @pytest.mark.parametrize("n_bytes", [len(WEIGHTS), len(WEIGHTS) + 1000, len(WEIGHTS) - 1000])
 def test_a_partial_file_of_other_content_is_replaced(server: FakeHub, tmp_path: Path, n_bytes: int) -> None:
     write_partial_file(tmp_path, bytes(n_bytes))
     if n_bytes <= len(WEIGHTS):
         assert "the download was removed; try again" in get_error(lambda: hf_hub.fetch("org/model"))
+    assert read_files(hf_hub.fetch("org/model")) == MODEL
+
+
+def test_a_file_longer_than_listed_is_rejected_and_replaced(server: FakeHub) -> None:
+    server.sizes["model.safetensors"] = MB
+    for _ in range(2):
+        line = get_error(lambda: hf_hub.fetch("org/model"))
+        assert f"Consistency check failed: file should be of size {MB} but has size {len(WEIGHTS)}" in line
+    server.sizes.clear()
     assert read_files(hf_hub.fetch("org/model")) == MODEL
 
 

@@ -3,6 +3,8 @@
 import errno
 import os
 import shutil
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ from specdec.layers.weights import Weights
 from specdec.loaders import CheckpointWarning, load_checkpoint, model_loader, packed_weights
 from specdec.loaders.model_loader import Loader
 from specdec.loaders.packed_weights import PackedWeightsCache, open_packed_weights
+from specdec.runtime import disk_store
 from specdec.runtime.disk_store import NewFile
 from tests.tools.gguf_files import CONVERTED
 from tests.tools.hf_folders import FIXTURES
@@ -156,13 +159,13 @@ def damage(path: Path, rng: np.random.Generator) -> None:
     path.write_bytes(data)
 
 
-def test_a_damaged_file_is_not_used(cache: PackedWeightsCache, model: Path) -> None:
-    """Both files are damaged, 40 times: the weights that are loaded are the model's each time."""
+def check_damaged(cache: PackedWeightsCache, model: Path, n: int) -> None:
+    """Damage both files of a cache n times, and check that the weights that are loaded are the model's each time."""
     wanted = load(model, None)
     load(model, cache)
     files = get_files(cache)
     contents = [path.read_bytes() for path in files]
-    for seed in range(40):
+    for seed in range(n):
         rng = np.random.default_rng(seed)
         for path, content in zip(files, contents, strict=True):
             path.write_bytes(content)
@@ -170,6 +173,15 @@ def test_a_damaged_file_is_not_used(cache: PackedWeightsCache, model: Path) -> N
         damage(path, rng)
         weights = load(model, cache)
         assert_equal(weights, wanted)
+
+
+def test_a_damaged_file_is_not_used(cache: PackedWeightsCache, model: Path) -> None:
+    check_damaged(cache, model, 40)
+
+
+@pytest.mark.campaign
+def test_no_damaged_file_is_used(cache: PackedWeightsCache, model: Path) -> None:
+    check_damaged(cache, model, 2000)
 
 
 def test_a_copied_folder_and_a_changed_byte_are_not_used(cache: PackedWeightsCache, model: Path, tmp_path: Path) -> None:
@@ -187,8 +199,9 @@ def test_a_copied_folder_and_a_changed_byte_are_not_used(cache: PackedWeightsCac
         assert_equal(again, wanted)
 
 
+@pytest.mark.parametrize("is_unnamed", [False, True])
 def test_a_full_disk_is_reported_and_nothing_is_kept(
-    cache: PackedWeightsCache, model: Path, monkeypatch: pytest.MonkeyPatch
+    is_unnamed: bool, cache: PackedWeightsCache, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n_writes = 0
 
@@ -199,6 +212,7 @@ def test_a_full_disk_is_reported_and_nothing_is_kept(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(NewFile, "write", write)
+    monkeypatch.setattr(disk_store, "UNNAMED_FILE", disk_store.UNNAMED_FILE if is_unnamed else 0)
     assert get_warnings(model, cache) == [f"cannot keep the packed weights in {cache.folder}: No space left on device"]
     assert not [*cache.folder.iterdir()]
 
@@ -269,6 +283,30 @@ def test_weights_that_take_more_than_half_of_the_free_space_are_not_kept(
     assert not [*cache.folder.iterdir()]
 
 
+WRITE_FOREVER = """
+import sys, time
+from pathlib import Path
+from specdec.loaders import load_checkpoint, packed_weights
+from specdec.loaders.packed_weights import PackedWeightsCache
+packed_weights.MIN_AGE_S = -1.0
+checkpoint = load_checkpoint(Path(sys.argv[1]))
+with PackedWeightsCache(Path(sys.argv[2])).open_writer(checkpoint, None) as writer:
+    assert writer.file
+    print("writing", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(not disk_store.UNNAMED_FILE, reason="this system has no files without a name")
+def test_a_killed_writer_leaves_nothing(cache: PackedWeightsCache, model: Path) -> None:
+    arguments = [sys.executable, "-c", WRITE_FOREVER, model, cache.folder]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as writer:
+        assert writer.stdout and writer.stdout.readline() == "writing\n"
+        writer.kill()
+        assert writer.wait() != 0
+    assert not [*cache.folder.iterdir()]
+
+
 def test_files_with_the_key_of_another_model_are_not_used(cache: PackedWeightsCache, model: Path, tmp_path: Path) -> None:
     """The names of two models' files are exchanged."""
     other = Path(shutil.copytree(model, tmp_path / "other"))
@@ -285,6 +323,21 @@ def test_files_with_the_key_of_another_model_are_not_used(cache: PackedWeightsCa
         (tmp_path / "third").rename(another)
     for path in (model, other):
         assert_equal(load(path, cache), load(path, None))
+
+
+def test_two_writers_make_one_file(cache: PackedWeightsCache, model: Path) -> None:
+    checkpoint = load_checkpoint(model)
+    architecture = packed_weights.get_architecture(checkpoint.config)
+    with (
+        ignore_warnings(),
+        cache.open_writer(checkpoint, None) as one,
+        cache.open_writer(checkpoint, None) as other,
+    ):
+        for writer in (one, other):
+            architecture.pack(checkpoint.config, checkpoint.tensors, None, keep=writer.add)
+    weights = load(model, cache)
+    assert is_mapped(weights) and len([*cache.folder.iterdir()]) == 2
+    assert_equal(weights, load(model, None))
 
 
 def test_the_option_names_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

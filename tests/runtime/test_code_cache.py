@@ -300,6 +300,31 @@ def test_compiled_file_outside_the_source_hash_is_rejected_by_name(package: Path
     assert "other.py compiles low" in run_program(package, "import p.other")
 
 
+DAMAGE = {
+    "empty": lambda data: b"",
+    "truncated": lambda data: data[: len(data) // 2],
+    "garbage": lambda data: os.urandom(len(data)),
+    "flipped bit in the machine code": lambda data: data[:-300] + bytes([data[-300] ^ 1]) + data[-299:],
+    "flipped bit in the pickle": lambda data: data[:40] + bytes([data[40] ^ 1]) + data[41:],
+    "too long": lambda data: data + b"x",
+}
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_file_is_ignored(package: Path, name: str) -> None:
+    for path in list_code_files(package):
+        path.write_bytes(DAMAGE[name](path.read_bytes()))
+    assert [run_program(package), run_program(package)] == ["40 0", "40 1"]
+
+
+def test_file_of_another_function_is_ignored(package: Path) -> None:
+    run_program(package, CALL_BOTH)
+    high, low = list_code_files(package)
+    high.write_bytes(low.read_bytes())
+    assert [run_program(package), run_program(package)] == ["40 0", "40 1"]
+
+
 @pytest.mark.parametrize(
     ("make", "later"), [(Path.mkdir, "40 0"), (lambda path: path.symlink_to(path), "40 1")], ids=["folder", "link to itself"]
 )

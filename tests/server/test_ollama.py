@@ -2,6 +2,7 @@
 
 import json
 import random
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from specdec.server.generation_fields import ServedModel
 from specdec.text.structured_output import ConstraintError
 from tests.fakes.asgi import Response, send_request
 from tests.fakes.server import CHAT, COMPLETIONS, CONVERSATION, SAMPLING_FIELDS, TOOL, FakeScheduler, step
-from tests.tools.hf_folders import FIXTURES
+from tests.tools.gguf_files import gguf_bytes, make_model_keys, make_model_tensors
 from tests.tools.server_requests import random_json
 from tests.tools.tool_calls import TAGGED_CALL
 
@@ -105,8 +106,10 @@ def test_models_are_listed_and_shown(app: Any, decoder: Any, monkeypatch: pytest
     assert send_request(app, "/api/version").json["version"]
 
 
-def test_the_details_of_a_gguf_file_are_those_of_the_file() -> None:
-    checkpoint = load_checkpoint(FIXTURES / "gguf" / "qwen2.gguf")
+def test_the_details_of_a_gguf_file_are_those_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_bytes(make_model_keys("qwen2"), make_model_tensors("qwen2")))
+    checkpoint = load_checkpoint(path)
     target = SimpleNamespace(config=checkpoint.config, weights=SimpleNamespace(format_names="q8_0"))
     decoder = SimpleNamespace(target=target, bundle=SimpleNamespace(checkpoint=checkpoint))
     details = ollama.format_model("short", 5, ServedModel("short", decoder, None))["details"]  # type: ignore[arg-type]

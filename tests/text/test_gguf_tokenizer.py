@@ -18,7 +18,7 @@ from specdec.text.tokenizer_lookup import compare_vocabularies, resolve_tokenize
 from specdec.tokenizer import SPECIAL_TOKENS_STRIP_KEY, RenderedSegment, Tokenizer, TokenizerError
 from tests.tools.command_runs import Run, run  # noqa: F401  (a fixture)
 from tests.tools.fuzz_common import check_one_line
-from tests.tools.gguf_files import TOKENIZERS, Keys, convert_folder, gguf_bytes, make_tokenizer_keys
+from tests.tools.gguf_files import TOKENIZERS, Keys, gguf_bytes, make_model_with_tokenizer, make_tokenizer_keys
 
 pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
 from specdec.text.hf_tokenizer import HFTokenizer
@@ -243,9 +243,8 @@ def test_invalid_keys_are_reported_by_name(case: str) -> None:
 
 def write_gguf(path: Path, source: Path, tokenizer: str = "smollm2", **changes: Any) -> Path:
     """Write a folder of tests/test_end_to_end.py as a GGUF file."""
-    keys, tensors = convert_folder(source, tokenizer)
-    templates = {"tokenizer.chat_template": "{{ messages }}", "tokenizer.chat_template.tool_use": "{{ tools }}"}
-    path.write_bytes(gguf_bytes(keys | templates | changes, tensors))
+    keys, tensors = make_model_with_tokenizer(tokenizer, source)
+    path.write_bytes(gguf_bytes(keys | changes, tensors))
     return path
 
 
@@ -325,7 +324,7 @@ def test_a_given_tokenizer_keeps_the_models_eos_tokens(tmp_path: Path, name: str
 def test_a_gguf_file_without_tokens_has_eos_tokens(tmp_path: Path) -> None:
     source = make_folder(tmp_path / "folder")
     n = load_checkpoint(source).config.vocab_size
-    keys, tensors = convert_folder(source, "smollm2")
+    keys, tensors = make_model_with_tokenizer("smollm2", source)
     known = {key: value for key, value in keys.items() if "tokenizer" not in key} | {"tokenizer.ggml.eos_token_id": 7}
     target = tmp_path / "target.gguf"
     target.write_bytes(gguf_bytes(known, tensors))

@@ -3,6 +3,7 @@
 import importlib.util
 import itertools
 import json
+import math
 import random
 import re
 import time
@@ -474,3 +475,99 @@ def test_complete_outputs_are_valid_json(decoder: SpeculativeDecoder) -> None:
         assert isinstance(json.loads(result.continuation), dict)
     events = [*decoder.stream("Lily said:", 60, Sampling(0), constraint=constraint)]
     assert "".join(event.text for event in events[1:] if hasattr(event, "text")).startswith("{")
+
+
+# Random schemas
+
+
+def random_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
+    kind = rng.choice(
+        ["string", "integer", "number", "boolean", "null", "enum", "const", *["array", "object", "anyOf"] * (depth > 0)]
+    )
+    if kind == "string":
+        more = rng.choice(
+            [{}, {"minLength": 2, "maxLength": 5}, {"pattern": "^[ab]{1,3}$"}, {"maxLength": 8}, {"format": "date"}]
+        )
+        return {"type": "string", **more}
+    if kind in ("integer", "number"):
+        low = rng.randint(-50, 50)
+        return {"type": kind, **rng.choice([{}, {"minimum": low}, {"minimum": low, "maximum": low + rng.randint(0, 500)}])}
+    if kind == "enum":
+        return {"enum": rng.sample(["red", 1, None, "Größe", True, -2.5, 'a"b', ["x"], {"k": 0}], rng.randint(1, 4))}
+    if kind == "const":
+        return {"const": rng.choice(["one text that is long", 7, {"a": [1, 2]}, "日本"])}
+    if kind == "anyOf":
+        return {"anyOf": [random_schema(rng, depth - 1) for _ in range(rng.randint(1, 3))]}
+    if kind == "array":
+        low = rng.randint(0, 2)
+        return {"type": "array", "items": random_schema(rng, depth - 1), "minItems": low, "maxItems": low + rng.randint(0, 2)}
+    if kind == "object":
+        names = rng.sample(["name", "age", "x y", "größe", "a.b", 'q"', "id"], rng.randint(1, 4))
+        return {
+            "type": "object", "properties": {name: random_schema(rng, depth - 1) for name in names},
+            "required": [name for name in names if rng.random() < 0.6], "additionalProperties": False,
+        }  # fmt: skip
+    return {"type": kind}
+
+
+def satisfies(schema: dict[str, Any], value: Any) -> bool:
+    """Return whether a value is valid by a schema of `random_schema`."""
+    if "anyOf" in schema:
+        return any(satisfies(each, value) for each in schema["anyOf"])
+    if "enum" in schema or "const" in schema:
+        choices = schema.get("enum", [schema.get("const")])
+        return json.dumps(value) in map(json.dumps, choices)
+    match schema["type"]:
+        case "string":
+            pattern = {"^[ab]{1,3}$": r"[ab]{1,3}", None: r"(?s:.*)"}[schema.get("pattern")]
+            pattern = r"\d{4}-\d\d-\d\d" if "format" in schema else pattern
+            minimum, maximum = schema.get("minLength", 0), schema.get("maxLength", 10**9)
+            return isinstance(value, str) and minimum <= len(value) <= maximum and bool(re.fullmatch(pattern, value))
+        case "integer" | "number" as kind:
+            is_valid = isinstance(value, int) or (kind == "number" and isinstance(value, float))
+            minimum, maximum = schema.get("minimum", -math.inf), schema.get("maximum", math.inf)
+            return is_valid and not isinstance(value, bool) and minimum <= value <= maximum
+        case "array":
+            is_valid = isinstance(value, list) and schema["minItems"] <= len(value) <= schema["maxItems"]
+            return is_valid and all(satisfies(schema["items"], each) for each in value)
+        case "object":
+            is_valid = isinstance(value, dict) and set(schema["required"]) <= set(value) <= set(schema["properties"])
+            return is_valid and all(satisfies(schema["properties"][name], each) for name, each in value.items())
+        case kind:
+            return (value is None) if kind == "null" else isinstance(value, bool)
+
+
+def check_schemas(decoder: SpeculativeDecoder, seeds: range, max_tokens: int) -> tuple[int, int]:
+    """Check outputs by random schemas: valid unless truncated, and the same without a draft.
+
+    Returns the number of complete and of truncated outputs.
+    """
+    alone = SpeculativeDecoder(decoder.target, None, decoder.tokenizer)
+    n_complete = 0
+    for seed in seeds:
+        rng = random.Random(seed)
+        schema, temperature = random_schema(rng), rng.choice([0.0, 1.0, 2.0])
+        constraint = decoder.json_schema(schema)
+        options: dict[str, Any] = {"sampling": Sampling(temperature, 0, 0.95, seed), "constraint": constraint}
+        decoder.gamma = rng.choice([1, 3, 8, "auto"])  # type: ignore[assignment]
+        result, baseline = (each.generate("Once upon a time", max_tokens, **options) for each in (decoder, alone))
+        assert result.continuation == baseline.continuation and result.tokens == baseline.tokens, seed
+        assert result.statistics.stop_reason == baseline.statistics.stop_reason, seed
+        if result.statistics.stop_reason == "max_tokens":
+            state = constraint.begin([1, 260])
+            state.commit(result.tokens)  # a valid prefix
+            continue
+        n_complete += 1
+        assert satisfies(schema, json.loads(result.continuation)), (seed, schema, result.continuation)
+    return n_complete, len(seeds) - n_complete
+
+
+def test_outputs_satisfy_random_schemas(decoder: SpeculativeDecoder) -> None:
+    n_complete, n_cut = check_schemas(decoder, range(15), 60)
+    assert n_complete > 5 * n_cut
+
+
+@pytest.mark.campaign
+def test_outputs_satisfy_many_random_schemas(decoder: SpeculativeDecoder) -> None:
+    n_complete, n_cut = check_schemas(decoder, range(15, 400), 120)
+    assert n_complete > 5 * n_cut > 0

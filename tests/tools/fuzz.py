@@ -6,6 +6,7 @@ A case is a function of its campaign and its number. It ends fine, refused as pr
 
 import argparse
 import functools
+import importlib.util
 import itertools
 import math
 import multiprocessing
@@ -18,6 +19,7 @@ import time
 import tracemalloc
 import warnings
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -25,11 +27,13 @@ from typing import get_args
 
 import numpy as np
 
-from specdec.draft.draft_length import FixedLength
+from specdec.draft.acceptance import LOOKUP_ACCEPTANCE, MARGIN_ACCEPTANCE, Acceptance
+from specdec.draft.draft_length import CostCurve, CostModel, DraftLengthPolicy, FixedLength
 from specdec.draft.lookup import LookupDrafter
 from specdec.draft.model_drafters import ModelDrafter
+from specdec.draft.staged import StagedDrafter
 from specdec.draft.tree import TreeDrafter
-from specdec.events import Step
+from specdec.events import Proposal, Step
 from specdec.families.gguf_common import INTERLEAVED_ROPE_TENSORS
 from specdec.loaders import CheckpointError, load_checkpoint
 from specdec.loaders.model_loader import load_model
@@ -39,8 +43,10 @@ from specdec.model_config import ModelConfig
 from specdec.quant import FP32, INT4, INT8
 from specdec.quant.int8 import NATIVE_INT8, PORTABLE_INT8
 from specdec.quant.packed_matrix import pack_matrix
+from specdec.runtime.memory import zeros
 from specdec.runtime.parallel_region import get_available_threads
-from specdec.sampling import Sampler, Sampling
+from specdec.runtime.simd import LANES, round_up
+from specdec.sampling import Sampler, Sampling, accept_or_resample, compute_block_acceptance, draw
 from specdec.speculative_decoder import SpeculativeDecoder
 from specdec.text.gguf_tokenizer import load_gguf_tokenizer
 from specdec.tokenizer import BOS, EOS, StreamingDetokenizer, Tokenizer, TokenizerError
@@ -52,6 +58,7 @@ from tests.tools import reference
 from tests.tools.cache_contents import get_buffers
 from tests.tools.decode import END_MARKS, decode, get_cache
 from tests.tools.fuzz_common import FINE, FOLDER, REFUSED, check_one_line, check_tensors, corrupt, damage_folder, damage_gguf
+from tests.tools.fuzz_heads import fuzz_head
 
 HANG_TIMEOUT_S = 120  # a case that takes longer hangs
 MAX_SHOWN_FAILURES = 5  # per campaign
@@ -151,8 +158,12 @@ def fuzz_checkpoint(rng):
 
 def fuzz_gguf(rng):
     """Damage a GGUF file: it is refused in one line that names it, or is a model with its tokenizer."""
-    keys, tensors = made_gguf.read_converted(rng.choice(made_gguf.CONVERTED))
-    if rng.random() < 0.5:
+    name = rng.choice([*made_gguf.NAMES, *made_gguf.CONVERTED])
+    is_written = name in made_gguf.NAMES
+    keys, tensors = (
+        (made_gguf.make_model_keys(name), made_gguf.make_model_tensors(name)) if is_written else made_gguf.read_converted(name)
+    )
+    if is_written and rng.random() < 0.5:
         keys |= made_gguf.make_tokenizer_keys(rng.choice(["gpt2", "llama2", "llama3"]))
         keys.pop(f"{keys['general.architecture']}.vocab_size", None)
         rows = len(keys["tokenizer.ggml.tokens"]) + rng.choice([0, 0, 0, 1])
@@ -430,11 +441,240 @@ def fuzz_decoding(rng):
     return REFUSED if plain_error else FINE
 
 
+def fuzz_staged_drafts(rng):
+    """Compare the proposals of a draft that has a draft of its own, at any costs, with those that it makes alone."""
+    config = random_config(rng)
+    first = random_model(rng, config, None, rng.random() < 0.2)
+    vocab_sizes = [rng.choice([config.vocab_size, rng.randint(3, config.vocab_size)]) for _ in range(2)]
+    draft, smaller = (
+        clone_model(rng, random_model(rng, random_config(rng, vocab_size)), n).new_cache()
+        for vocab_size, n in zip(vocab_sizes, (first.n_positions, rng.randint(1, 200)), strict=True)
+    )
+    prompt = [BOS, *rng.choices(range(config.vocab_size), k=rng.randint(0, first.n_positions - 1))]
+    if rng.random() < 0.5:
+        prompt = (prompt[: rng.randint(1, 5)] * first.n_positions)[: len(prompt)]
+    sampling, gamma = random_sampling(rng), rng.choice([1, 2, 4, 9, 63])
+    for verify in VERIFIERS:
+        results = []
+        for second in (None, LookupDrafter(END_MARKS), smaller):
+            verifier = VERIFIERS[verify](config.vocab_size, sampling)
+            sampler = Sampler(config.vocab_size, sampling, draft.model.vocab_size)
+            arguments = (verifier.get_draft_stream, END_MARKS)
+            drafter, caches = ModelDrafter(draft, sampler, *arguments), [draft]
+            if second:
+                passes, token = {1: 10.0 ** rng.uniform(-7, 0), 8: 10.0 ** rng.uniform(-7, 0)}, 0.0
+                if second is smaller:
+                    caches.append(smaller)
+                    token = 10.0 ** rng.uniform(-7, -1)
+                    second = ModelDrafter(smaller, Sampler(config.vocab_size, sampling, smaller.model.vocab_size), *arguments)
+                acceptance = Acceptance(MARGIN_ACCEPTANCE if token else LOOKUP_ACCEPTANCE)
+                costs = CostModel(CostCurve(passes, token))
+                policy = DraftLengthPolicy(costs, acceptance, not token)
+                drafter = StagedDrafter(caches, second, costs, policy, sampler, *arguments)
+            target, steps = clone_model(rng, first).new_cache(), []
+            try:
+                for event in decode(target, drafter, verifier, prompt, 30, FixedLength(gamma)):
+                    if isinstance(event, Step):
+                        steps.append((event.tokens, event.draft_tokens, event.n_accepted, event.stop_reason))
+            except ValueError as error:
+                check_one_line(error, "not finite")
+                steps.append(str(error))
+            results.append(steps)
+        assert results[1:] == results[:1] * 2, f"{verify}: {results[1:]}, alone {results[0]}"
+    return FINE
+
+
+def random_tree(rng, vocab, n):
+    """Return the tokens of n nodes, few different ones so that siblings may be equal, and their parents."""
+    few = rng.choices(range(vocab), k=rng.choice([1, 2, 5, 60]))
+    nearest = rng.choice([1, 2, 64])  # 1 makes a chain
+    parents = [-1 if rng.random() < 0.1 else rng.randrange(max(node - nearest, -1), node) for node in range(n)]
+    return rng.choices(few, k=n), parents
+
+
+def get_path(node, parents):
+    """Return the ancestors of a node, root first, and the node itself; empty for -1."""
+    return [] if node < 0 else [*get_path(parents[node], parents), node]
+
+
+def fuzz_tree(rng):
+    """Run, grow and commit token trees: each node's logits are those of the chain of its ancestors."""
+    config = random_config(rng)
+    first = random_model(rng, config, None, rng.random() < 0.2, rng.choice([None, config.seq_len + rng.randint(0, 400)]))
+    cache, chain = (clone_model(rng, first).new_cache() for _ in range(2))
+    n_positions = first.n_positions
+    sequence = rng.choices(
+        range(config.vocab_size), k=rng.randint(1, n_positions) if rng.random() < 0.5 else min(n_positions, rng.randint(1, 20))
+    )
+    nodes, parents, refused = [], [], False
+
+    def expected(ends):
+        return np.concatenate([chain.forward(sequence + [nodes[i] for i in get_path(end, parents)]).copy() for end in ends])
+
+    for _ in range(rng.randint(3, 12)):
+        match rng.randrange(6):
+            case 0:
+                nodes, parents = random_tree(rng, config.vocab_size, rng.choice([0, 1, 7, 63, rng.randint(0, 63)]))
+            case 1:  # more nodes, as a draft adds them
+                new_nodes, new_parents = random_tree(rng, config.vocab_size, rng.randint(0, 63 - len(nodes)))
+                parents += [parent + len(nodes) if parent >= 0 else rng.randrange(-1, len(nodes)) for parent in new_parents]
+                nodes += new_nodes
+            case 2 | 3 if nodes:  # a path joins the sequence, whether it is committed, found or run again
+                path = get_path(rng.randrange(len(nodes)), parents)
+                if cache._tree_nodes == [*zip(nodes, parents, strict=True)] and rng.random() < 0.6:
+                    cache.commit_path(path)
+                sequence, nodes, parents = sequence + [nodes[node] for node in path], [], []
+                sequence += rng.choices(range(config.vocab_size), k=rng.choice([0, 1, 1, 3]))
+                sequence = sequence[:n_positions]
+            case 4:
+                n_logits = rng.randint(0, min(len(sequence), 64))
+                assert_same_bits(cache.forward(sequence, n_logits), chain.forward(sequence, n_logits))
+            case 5:
+                sequence, nodes, parents = sequence[: rng.randint(1, len(sequence))], [], []
+        ends = rng.sample(range(-1, len(nodes)), 1 + len(nodes))
+        n_logits = rng.choice([len(nodes) + 1, rng.randint(0, len(nodes) + 1)])
+        depth = max((len(get_path(end, parents)) for end in ends), default=0)
+        try:
+            logits = cache.forward_tree(sequence, nodes, parents, n_logits).copy()
+            assert len(sequence) + depth <= n_positions
+        except ValueError as error:
+            assert len(sequence) + depth > n_positions
+            refused, nodes, parents = check_one_line(error, "do not fit"), [], []
+            continue
+        for end in ends[:6]:
+            if len(nodes) - end <= n_logits:
+                assert_same_bits(logits[end - len(nodes)][None], expected([end]))
+    return REFUSED if refused else FINE
+
+
+# Sampling
+
+
+def random_logits(rng, n):
+    numbers = np.random.default_rng(rng.getrandbits(32))
+    logits = (numbers.standard_normal(n) * rng.choice([0, 1e-6, 0.1, 1, 8, 100])).astype(np.float32)
+    if rng.random() < 0.3:
+        logits = np.round(logits)
+    if rng.random() < 0.2:
+        logits[numbers.random(n) < rng.random()] = -np.inf
+    for value in (np.nan, np.inf, 1e38, -1e38, -0.0, 1e-45):
+        if rng.random() < 0.05:
+            logits[numbers.integers(n)] = value
+    return logits
+
+
+def fuzz_sampling(rng):
+    """Compare probabilities with the oracle: the sum is 1, the likeliest token is kept, and only kept tokens are drawn."""
+    n = rng.choice([1, 2, 3, 15, 16, 17, 105, rng.randint(1, 2000)])
+    logits, s = random_logits(rng, n), random_sampling(rng)
+    temperature, top_k, top_p = float(s.temperature), min(s.top_k, n), float(s.top_p)
+    probs, keys = zeros(1, round_up(n, LANES)), np.empty(n, np.uint64)
+    position = rng.randrange(1000)
+    best = np.empty(2, np.int64)
+    n_drawn, _ = draw(probs, logits, temperature, top_k, top_p, s.seed, 0, position, keys, best, np.empty(2))
+    token = int(best[0]) if n_drawn else -1
+    p = probs[0, :n].astype(np.float64)
+    proposal, q = rng.randrange(n), zeros(*probs.shape)
+    q[0, :n] = p if rng.random() < 0.3 else np.random.default_rng(s.seed).dirichlet(np.full(n, 0.3))
+    q[0, proposal] = max(q[0, proposal], 1e-6)
+    residual = probs.copy()  # overwritten
+    redrawn = accept_or_resample(residual, q, n, proposal, s.seed, (2, 0), position, (np.empty(1, np.int64), np.empty(1)))
+    if np.isnan(logits).any() or not np.isfinite(logits.max()):
+        assert token == redrawn == -1
+        return REFUSED
+    assert p[token] > 0 and p[redrawn] > 0, f"drawn: {token} of {p[token]}, {redrawn} of {p[redrawn]}"
+    acceptance, weight = compute_block_acceptance(probs, q, n, proposal, rng.choice([1.0, 0.5, 1e-30]))
+    assert 0 <= acceptance <= 1 and 0 <= weight <= 1 and (weight > 0) == (p[proposal] > 0), f"{acceptance}, {weight}"
+    assert abs(p.sum() - 1) < 1e-4 and p.min() >= 0 and not probs[0, n:].any()
+    with np.errstate(over="ignore"):  # 1 / temperature overflows for a subnormal one
+        expected = reference.probabilities(logits, temperature, 0, 0)
+    assert p[expected.argmax()] > 0 or expected.max() - expected[p > 0].max() < 1e-6 * expected.max()
+    # the kept tokens are the first k in rank; float32 sums may end top_p one token of equal weight sooner or later
+    kept = np.flatnonzero(p)
+    assert top_k == 0 or len(kept) <= top_k
+    dropped = expected[p == 0].max(initial=0.0)
+    assert expected[kept].min() >= dropped * (1 - 1e-4) - 1e-37
+    if temperature and 0 < top_p < 1:
+        assert expected[kept].sum() > top_p - 1e-4 or len(kept) == top_k, "too few tokens are kept"
+        assert expected[kept].sum() - expected[kept].min() <= top_p + 1e-4, "too many tokens are kept"
+    elif temperature:
+        assert len(kept) == top_k or dropped < 1e-36, "a token is missing that neither top_k nor top_p excludes"
+    np.testing.assert_allclose(p[kept], expected[kept] / expected[kept].sum(), rtol=1e-3, atol=1e-6)
+    return FINE
+
+
+# Streams
+
+
 @functools.cache
 def make_small_tokenizer():
     path = FOLDER / "tok300.bin"
     path.write_bytes(made.tokenizer_bytes(made.small_pieces()))
     return Tokenizer(path)
+
+
+def random_requests(rng):
+    """Return two models and a few requests to three decoders that share them."""
+    models = [random_model(rng, random_config(rng, 300, seq_len=rng.choice([64, 64, 300]))) for _ in range(2)]
+    target, draft = (clone_model(rng, model, max(model.n_positions for model in models)) for model in models)
+    verify, gamma, tree = rng.choice(list(VERIFIERS)), rng.randint(1, 9), rng.choice(["on", "off"])
+    tree = "off" if verify == "block" else tree
+    pairs = [(target, draft), (draft, target), (target, rng.choice([None, "lookup"]))]
+    options = {"gamma": gamma, "verify": verify, "tree": tree}
+    decoders = [SpeculativeDecoder(*pair, make_small_tokenizer(), **options) for pair in pairs]
+    jobs = []
+    for _ in range(rng.randint(2, 5)):
+        s, prompt = random_sampling(rng), "".join(rng.choices(made.CHARACTERS, k=rng.randint(0, 10)))
+        jobs.append((rng.choice(decoders), (prompt, rng.choice([0, 5, 30]), s)))
+    return (target, draft), jobs
+
+
+def run_stream(decoder, request, on_proposal=lambda: None):
+    tokens = []
+    for event in decoder.stream(*request):
+        tokens += event.tokens if isinstance(event, Step) else []
+        if isinstance(event, Proposal):
+            on_proposal()
+    return tokens
+
+
+def run_generate(decoder, request):
+    prompt, n, s = request
+    text, statistics = decoder.generate(prompt, n, s)
+    return text, statistics.n_generated
+
+
+def fuzz_streams(rng):
+    """Interleave, nest and run sequences in several threads: each output equals that of the sequence alone."""
+    models, jobs = random_requests(rng)
+    alone = [(run_stream(*job), run_generate(*job)) for job in jobs]
+    inner = rng.randrange(len(jobs))
+
+    def nest():
+        assert run_generate(*jobs[inner]) == alone[inner][1], "nested"
+
+    running = [(i, decoder.stream(*request), []) for i, (decoder, request) in enumerate(jobs)]
+    while running:
+        i, events, tokens = stream = rng.choice(running)
+        if event := next(events, None):
+            tokens += event.tokens if isinstance(event, Step) else []
+        else:
+            assert tokens == alone[i][0], f"{tokens} interleaved, alone {alone[i][0]}"
+            running.remove(stream)
+        if rng.random() < 0.05:
+            nest()
+
+    def run_plan(plan):
+        for i, is_generate, n_threads in plan:
+            model = models[i % 2]
+            model.n_threads = min(n_threads, model.max_threads)
+            got = run_generate(*jobs[i]) if is_generate else run_stream(*jobs[i], nest) if n_threads > 1 else run_stream(*jobs[i])
+            assert got == alone[i][is_generate], f"{got} in a thread, alone {alone[i][is_generate]}"
+
+    plans = [[(rng.randrange(len(jobs)), rng.randrange(2), rng.randint(1, 2)) for _ in range(3)] for _ in range(3)]
+    with ThreadPoolExecutor(len(plans)) as pool:
+        list(pool.map(run_plan, plans))
+    return FINE
 
 
 # Arguments
@@ -524,11 +764,20 @@ CAMPAIGNS = {
     "checkpoints": fuzz_checkpoint,
     "folders": fuzz_folder,
     "ggufs": fuzz_gguf,
+    "heads": fuzz_head,
     "weight-formats": fuzz_weight_formats,
     "tokenizers": fuzz_tokenizer,
     "decoding": fuzz_decoding,
+    "staged-drafts": fuzz_staged_drafts,
+    "trees": fuzz_tree,
+    "sampling": fuzz_sampling,
+    "streams": fuzz_streams,
     "arguments": fuzz_arguments,
 }
+if all(importlib.util.find_spec(package) for package in ("jinja2", "tokenizers")):
+    from tests.tools.fuzz_chat import fuzz_conversation, fuzz_template
+
+    CAMPAIGNS |= {"conversations": fuzz_conversation, "templates": fuzz_template}
 
 
 def run_case(name, case):

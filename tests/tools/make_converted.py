@@ -1,7 +1,7 @@
 """Convert tests/fixtures to GGUF with llama.cpp's converter: `python tests/tools/make_converted.py LLAMA_CPP [NAME ...]`.
 
-NAME is a folder of tests/fixtures. It becomes gguf/NAME.gguf, with _ for /, without a tokenizer. The default is all that have
-become one, and granite4: a dense Granite 4 with random weights, as transformers saves it but with the published layer types.
+NAME is a folder of tests/fixtures. It becomes gguf/NAME.gguf, with _ for /, without a tokenizer. The default is all of
+`CONVERTED`, and granite4: a dense Granite 4 with random weights, as transformers saves it but with the published layer types.
 granite4.npz has `tokens` and transformers' fp32 `logits` for them. The script needs torch, transformers and the converter's
 requirements; no test needs them.
 """
@@ -17,11 +17,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
-CONVERTED = [path.stem for path in sorted((FIXTURES / "gguf").glob("*.gguf")) if (FIXTURES / path.stem).is_dir()]
+CONVERTED = (
+    "apertus", "bailing_moe_v2", "deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "ernie4_5", "ernie4_5_moe", "exaone4",
+    "falcon_h1", "gemma2", "gemma4", "gemma4_dense", "gemma4_images", "gemma4_moe", "glm4", "glm4_moe_lite", "gpt_oss",
+    "gpt_oss_mxfp4", "granite_h", "granitemoe", "granitemoe_shared", "hunyuan_v1_dense", "laguna", "laguna_elements",
+    "lfm2_moe", "minicpm", "moonlight", "muse_glimmer", "nemotron", "nemotron_h", "nemotron_h_dense", "olmo2", "olmo3",
+    "olmoe", "phimoe", "qwen2_moe", "qwen2_vl", "qwen35_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "seed_oss", "smolvlm",
+    "stablelm", "heads/assistants/plain",
+)  # fmt: skip
 PUBLISHED_NAMES = {"PhimoeForCausalLM": "PhiMoEForCausalLM"}  # of classes that transformers calls otherwise
 SIZES = {
     "vocab_size": 404, "hidden_size": 32, "intermediate_size": 40, "shared_intermediate_size": 40, "num_hidden_layers": 2,
@@ -87,18 +93,16 @@ def convert(source: Path, target: Path, llama_cpp: Path) -> None:
             f"{i}": i for i in range(values.get("text_config", values)["vocab_size"])
         }  # the converter counts Gemma's tokens
         use_published_layer_types(source / "config.json", values)
-        values |= {"n_ctx": values["n_positions"]} if "n_positions" in values else {}  # of GPT-2, before transformers 5
         values["architectures"] = [PUBLISHED_NAMES.get(each, each) for each in values["architectures"]]
         (source / "config.json").write_text(json.dumps(values))
         (source / "tokenizer.json").write_text(json.dumps({"model": {"vocab": tokens}, "added_tokens": []}))
-    dtypes = {array.dtype for path in source.glob("*.safetensors") for array in load_file(path).values()}
-    sys.argv = ["convert", str(source), "--outfile", str(target), "--outtype", "f32" if dtypes == {torch.float32} else "auto"]
+    sys.argv = ["convert", str(source), "--outfile", str(target)]
     runpy.run_path(str(llama_cpp / "convert_hf_to_gguf.py"), run_name="__main__")
 
 
 if __name__ == "__main__":
     llama_cpp, *names = sys.argv[1:]
-    for name in names or ("granite4", "heads/assistants/plain", *CONVERTED):
+    for name in names or ("granite4", *CONVERTED):
         with tempfile.TemporaryDirectory() as folder:
             if name == "granite4":
                 make_granite4_folder(Path(folder))

@@ -6,7 +6,6 @@ from specdec.draft.draft_length import FixedLength
 from specdec.runtime.memory import zeros
 from specdec.sampling import Sampling
 from specdec.verification import VERIFIERS
-from tests.tools import reference
 from tests.tools.decode import FakeCache, decode, get_tokens, make_model_drafter
 
 PLAIN = (1.0, 0, 0.0)  # temperature, top_k, top_p: the logits' own softmax
@@ -21,10 +20,6 @@ class Table(FakeCache):
 
     def forward(self, tokens, n_logits=1):
         return np.log(self.probs[tokens[len(tokens) - n_logits :]]).astype(np.float32)
-
-    def enumerate_outputs(self, n_tokens):
-        """Return the probability of each output of n_tokens tokens after the prompt [0]."""
-        return reference.enumerate_outputs(lambda tokens: self.probs[tokens[-1]], [0], n_tokens)
 
 
 def row(values):

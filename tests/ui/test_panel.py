@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import pytest
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 
 from specdec.events import Event, PrefillProgress, Prompt, Proposal, Statistics, Step
 from specdec.text.detokenizer import EventDetokenizer
@@ -22,6 +22,7 @@ from specdec.ui.panel import MIN_SHOW_S, MIN_SHOW_TOKENS, PANEL_DELAY_S, LivePan
 from specdec.ui.plain_views import (
     ModelLabels,
     PlainView,
+    SilentView,
     StreamSanitizer,
     format_result,
     print_summary,
@@ -192,6 +193,18 @@ def test_panel_is_never_larger_than_terminal(tokenizer: Tokenizer, size: tuple[i
             stage.assert_fits()
 
 
+@pytest.mark.campaign
+@pytest.mark.parametrize("gamma", [1, 4, 7, 8, 63])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_panel_fits_at_any_gamma(tokenizer: Tokenizer, size: tuple[int, int], gamma: int) -> None:
+    with Stage(tokenizer, *size) as stage:
+        stage.begin()
+        for n_accepted in range(gamma + 1):
+            draft = "x" * n_accepted + "y" * (gamma - n_accepted)
+            stage.step(stage.encode("x" * (n_accepted + 1)), stage.encode(draft), n_accepted)
+            stage.assert_fits()
+
+
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_newest_text_is_shown(tokenizer: Tokenizer, size: tuple[int, int]) -> None:
     with Stage(tokenizer, *size) as stage:
@@ -341,6 +354,24 @@ def get_text_rows(picture: str) -> list[str]:
     while text_rows and not text_rows[-1]:
         text_rows.pop()
     return text_rows
+
+
+def test_resizing_leaves_nothing_behind(tokenizer: Tokenizer) -> None:
+    screen = Screen(120, 40)
+    screen.feed("$ one\r\n$ two\r\n")
+    with Stage(tokenizer, 120, 40) as stage:
+        stage.begin("the")
+        for width, height in ((120, 40), (40, 12), (80, 24), (80, 6), (80, 24), (20, 8), (200, 50), (10, 3), (60, 20)):
+            stage.console.size = ConsoleDimensions(width, height)
+            screen.resize(width, height)
+            for word in ("one", "two"):
+                stage.step(stage.encode(f" {word}"), stage.encode("NO"), 0)
+            window = stage.feed(screen).get_window()
+            is_framed = height >= 8 and width >= 20
+            assert window.count("╭") == window.count("╮") == window.count("╰") == window.count("╯") == is_framed
+            rows = [row.rstrip() for row in window.splitlines() if row.strip()]
+            assert rows == [line.rstrip() for line in stage.lines() if line.strip()]
+    assert stage.feed(screen).get_text().startswith("$ one\n$ two\nthe one two one two")
 
 
 def test_word_has_style_of_its_first_piece() -> None:
@@ -614,6 +645,15 @@ def test_first_frame_shows_prefill_progress_and_time_left(tokenizer: Tokenizer, 
     assert ESCAPE.sub("", stage.output).split("╯")[-1].count("Once") == 40
 
 
+def test_short_prefill_has_no_panel(tokenizer: Tokenizer) -> None:
+    with Stage(tokenizer) as stage:
+        for share in (0.0, 0.5, 1.0):
+            stage.show(PrefillProgress(tokenizer.encode("the"), share))
+            stage.clock.now += PANEL_DELAY_S / 4
+        stage.show(Prompt(tokenizer.encode("the"), 3 * PANEL_DELAY_S / 4))
+        assert stage.output == ""
+
+
 def test_later_prefill_keeps_text_and_shows_progress(tokenizer: Tokenizer) -> None:
     prompt = tokenizer.encode("Once")
     with Stage(tokenizer) as stage:
@@ -735,6 +775,25 @@ def test_q_ends_and_question_mark_shows_keys(tokenizer: Tokenizer) -> None:
         assert stage.panel.ended
 
 
+def test_incomplete_character_is_shown_at_the_end(tokenizer: Tokenizer) -> None:
+    with Stage(tokenizer) as stage:
+        stage.begin("the")
+        stage.step(stage.encode("é")[:1])
+        assert "\ufffd" not in stage.screen()
+        stage.show(Step([], [], 0, 0.01, 0.0, "max_tokens"))
+    assert "\ufffd" in stage.output
+
+
+def test_character_split_over_two_steps_is_drawn_whole(tokenizer: Tokenizer) -> None:
+    first, second = "é".encode()
+    with Stage(tokenizer) as stage:
+        stage.begin("the")
+        stage.step([FIRST_BYTE + first], [FIRST_BYTE + first, FIRST_BYTE + 65], 1)
+        stage.step([FIRST_BYTE + second], [FIRST_BYTE + second], 1)
+        stage.clock.now += 10
+        assert stage.section(0)[0] == "theé"
+
+
 def test_frames_come_when_due_and_not_for_every_step(tokenizer: Tokenizer) -> None:
     with Stage(tokenizer) as stage:
         stage.begin("the")
@@ -803,6 +862,15 @@ def test_plain_output_ends_with_line_break_after_interrupt() -> None:
     assert out.getvalue() == "the\n"
 
 
+def test_silent_view_has_prompt_in_text_but_not_in_tokens() -> None:
+    with SilentView() as view:
+        view.show(Prompt([1], 0.0, "the"))
+        view.show(Step([65, 66], [5], 0, 0.0, 0.0, pieces=["A", "B"]))
+        view.show(Step([67], [5], 0, 0.0, 0.0, pieces=["C"]))
+    assert view.text == "theABC"
+    assert view.tokens == [65, 66, 67]
+
+
 def some_statistics() -> Statistics:
     statistics = Statistics(n_prompt=5)
     statistics.add(Prompt([1, 2, 3, 4, 5], 0.25))
@@ -845,6 +913,15 @@ def test_experts_per_token_are_reported_alone_and_in_passes(tokenizer: Tokenizer
             stage.statistics.add(step)
             stage.show(step)
         assert "6.5 experts a token instead of 8" in stage.screen()
+
+
+def test_json_has_statistics_and_extra_fields() -> None:
+    result = json.loads(to_json(some_statistics(), "the\n\x1b[31m\ufffd", [5, 6], seed=3, extra="x"))
+    assert result["text"] == "the\n\x1b[31m\ufffd"
+    assert result["tokens"] == [5, 6]
+    assert result["accepted_histogram"] == [1, 0, 1]
+    assert result["tokens_per_second"] == pytest.approx(4 / 0.75)
+    assert (result["seed"], result["extra"]) == (3, "x")
 
 
 def test_no_division_by_zero_without_output(tokenizer: Tokenizer) -> None:
