@@ -8,30 +8,38 @@ As a command: specdec "Once upon a time", in a checkout python specdec.py "Once 
 """
 
 from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-TYPE_CHECKING = False  # as `typing` has it, whose import takes a third of the time before the signal handlers are installed
 if TYPE_CHECKING:
-    from specdec.events import Prompt as Prompt
-    from specdec.events import Proposal as Proposal
-    from specdec.events import Statistics as Statistics
-    from specdec.events import Step as Step
-    from specdec.loaders import CheckpointError as CheckpointError
-    from specdec.model.model import Model as Model
-    from specdec.sampling import Sampling as Sampling
-    from specdec.speculative_decoder import SpeculativeDecoder as SpeculativeDecoder
-    from specdec.text.chat_template import TemplateError as TemplateError
-    from specdec.text.detokenizer import Generation as Generation
-    from specdec.tokenizer import Tokenizer as Tokenizer
-    from specdec.tokenizer import TokenizerError as TokenizerError
+    from specdec.events import Prompt, Proposal, Statistics, Step
+    from specdec.loaders import CheckpointError
+    from specdec.model.model import Model
+    from specdec.sampling import Sampling
+    from specdec.speculative_decoder import SpeculativeDecoder
+    from specdec.text.chat_template import TemplateError
+    from specdec.text.detokenizer import Generation
+    from specdec.tokenizer import Tokenizer, TokenizerError
 
 __version__ = "0.1.0"
 __arithmetic__ = 2  # revision of the arithmetic; raise it whenever the output of a seed changes (tests/tools/golden.py)
-
+__all__ = [
+    "CheckpointError",
+    "Generation",
+    "Model",
+    "Prompt",
+    "Proposal",
+    "Sampling",
+    "SpeculativeDecoder",
+    "Statistics",
+    "Step",
+    "TemplateError",
+    "Tokenizer",
+    "TokenizerError",
+]
 # Imported on first use, so that the command line can install its signal handlers before it loads the library.
 _MODULES = {
     "CheckpointError": "specdec.loaders",
     "Generation": "specdec.text.detokenizer",
-    "Model": "specdec.model.model",
     "Prompt": "specdec.events",
     "Proposal": "specdec.events",
     "Sampling": "specdec.sampling",
@@ -41,11 +49,11 @@ _MODULES = {
     "TemplateError": "specdec.text.chat_template",
     "Tokenizer": "specdec.tokenizer",
     "TokenizerError": "specdec.tokenizer",
+    "Model": "specdec.model.model",
 }
-__all__ = [*_MODULES]
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -238,7 +238,7 @@ def check_range(config: object, minimum: float, maximum: float, *names: str) -> 
     expected = f"{minimum:g} or more" if maximum == math.inf else f"{minimum:g} to {maximum:g}"
     for name in names:
         value = getattr(config, name)
-        if not (minimum <= value <= maximum and math.isfinite(value)):
+        if not (minimum <= value <= maximum and value < math.inf):
             yield f"{name} is {value}; expected {expected}"
 
 

@@ -3,12 +3,13 @@
 import copy
 import pickle
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from specdec import CheckpointError, Sampling, SpeculativeDecoder
-from specdec.argument_checks import count_common_prefix, decode_text
+from specdec.argument_checks import check_range, count_common_prefix, decode_text
 
 
 @pytest.fixture(scope="module")
@@ -148,3 +149,11 @@ def test_texts_of_people_may_have_a_byte_order_mark(encoding):
     assert decode_text("é 🙂\ufeff".encode(encoding)) == "é 🙂\ufeff"
     with pytest.raises(UnicodeDecodeError):
         decode_text("é".encode(encoding)[:-1])
+
+
+@pytest.mark.parametrize(
+    ("value", "n_errors"), [(0, 0), (10**400, 0), (-1, 1), (-(10**400), 1), (float("inf"), 1), (float("nan"), 1)]
+)
+def test_a_range_without_a_maximum_takes_each_finite_number(value, n_errors):
+    errors = [*check_range(SimpleNamespace(window=value), 0, float("inf"), "window")]
+    assert len(errors) == n_errors and all("window is" in error and "0 or more" in error for error in errors)

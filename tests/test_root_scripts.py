@@ -27,7 +27,7 @@ def test_every_kernel_equals_numpy() -> None:
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("fp32", "fma_loaded(w"),
+        ("fp32", "load_vector(w"),
         ("int8", "prepare(tile_simd.load_vector(words"),
         ("Q4_K", "sums = dot4(sums, bit_and(shift_right(load_vector(words, 96), 4), 0x0f0f0f0f), advance(xs, at + 10))"),
         ("MXFP4", "look_up("),

@@ -3,7 +3,6 @@
 import gc
 import os
 import shlex
-import signal
 import sys
 import warnings
 from contextlib import suppress
@@ -22,9 +21,6 @@ def main() -> None:
 
     Signal handlers are installed first, since loading takes a second.
     """
-    with suppress(ValueError):  # not in the main thread
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not ignored, as under nohup
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a traceback from the first imports would help nobody
     if sys.version_info < (3, 10):  # noqa: UP036  (a checkout runs without pip, which would refuse)
         exit_with_error(f"Python must be 3.10 or newer, got {sys.version.split()[0]}")
     if sys.argv[1:] in (["--version"], ["version"]):

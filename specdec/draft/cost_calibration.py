@@ -31,7 +31,7 @@ from specdec.text.tokenizer_lookup import SharedVocabulary
 # Passes over these numbers of tokens are timed in turns. The time of a pass rises by a step with every further tile, and hardly
 # up to the number of tokens whose products take as long as reading the weights. So a line from 1 to 8 tokens is wrong: with
 # passes over 2 and 4 tokens, short drafts for a slow target are made where they pay (Qwen2.5 1.5B with AVX2: 1.2 times as fast).
-MEASURED_TOKENS = (MAX_TILE_TOKENS, 1, 2, 4, MAX_TILE_TOKENS + 1, 6, 2 * MAX_TILE_TOKENS, 4 * MAX_TILE_TOKENS)
+MEASURED_TOKENS = (*dict.fromkeys((MAX_TILE_TOKENS, 1, 2, 4, MAX_TILE_TOKENS + 1, 6, 2 * MAX_TILE_TOKENS, 4 * MAX_TILE_TOKENS)),)
 MEASURE_BUDGET_S, N_NEEDED = 0.2, 4  # seconds, and how many of these numbers are measured in any case
 RECHECK_BUDGET_S, N_RECHECKED = 0.01, 2  # the same if the costs were measured before
 DRAFT = 0  # instead of a number of tokens: drafting FIXED_GAMMA tokens

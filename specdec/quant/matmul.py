@@ -20,7 +20,8 @@ from specdec.runtime.work_stealing import get_chunk_range
 
 MAX_PAIR_TOKENS = 4 if simd.HAS_AVX512 else int(2 * PANEL_ROWS // REGISTER_LANES < N_REGISTERS)  # of a tile over two panels
 UNROLL = 2  # columns per iteration: with one prefetch for both, 8 tokens of fp32 from DRAM 40 GB/s, else 33 (Zen 5)
-# 8 KiB, the best of 4, 8 and 16 on Zen 5: 15M int8 from L3, 8 tokens take 0.53 ms, with the others 0.61 and 0.56.
+# 8 KiB, the best of 4, 8 and 16 on Zen 5: 15M int8 from L3, 8 tokens take 0.53 ms, with the others 0.61 and 0.56. One token of
+# Q4_K from DRAM reads 43 GB/s with AVX2, and 19 with prefetches of the current group alone.
 PREFETCH_WORDS = 2048
 FLOAT_BYTES = 4
 # (pointers, index) -> a number of each token. Either all are loaded at once, or the vector operations load one after the other.
@@ -145,8 +146,8 @@ def make_float_tile(storage: simd.StorageDtype | None, shape: TileShape) -> Call
     def tile(n_tokens, p):
         """out[t, r] (+)= sum over k of w[k, r] * x[t, k] for the rows r of a panel, and tokens t < n_tokens.
 
-        xs, outs and sums are tuples with a pointer or a vector for each token. `fma_loaded` multiplies the weights of a column by
-        the number that each token has there, and adds each product to the token's sums.
+        xs, outs and sums are tuples with a pointer or a vector for each token. `fma` multiplies the weights of a column by the
+        number that each token has there, and adds each product to the token's sums.
         """
         xs, step, whole = split_tokens(p.x.start, p.x.stride), p.ahead_step // n_blocks, p.n // UNROLL * UNROLL
         n_bytes = UNROLL * PANEL_ROWS * tile_simd.get_item_bytes(get_weights(p.w, 0)) // n_blocks  # to prefetch in an iteration
@@ -157,9 +158,9 @@ def make_float_tile(storage: simd.StorageDtype | None, shape: TileShape) -> Call
             for k in range(0, whole, UNROLL):
                 prefetch_lines(ahead, k * step, n_bytes)
                 for i in range(k, k + UNROLL):
-                    sums = tile_simd.fma_loaded(w, i * PANEL_ROWS, get_number(xs, i), sums)
+                    sums = fma(tile_simd.load_vector(w, i * PANEL_ROWS), get_number(xs, i), sums)
             for k in range(whole, p.n):
-                sums = tile_simd.fma_loaded(w, k * PANEL_ROWS, get_number(xs, k), sums)
+                sums = fma(tile_simd.load_vector(w, k * PANEL_ROWS), get_number(xs, k), sums)
             tile_simd.store_vector(outs, 0, sums, n_tokens)
 
     return tile
@@ -184,11 +185,11 @@ def make_pair_tile(shape: TileShape) -> Callable[..., None]:
             prefetch_lines(p.ahead, k * p.ahead_step, UNROLL * PANEL_ROWS * item_bytes)
             prefetch_lines(p.ahead, k * p.ahead_step + p.stride * item_bytes, UNROLL * PANEL_ROWS * item_bytes)
             for i in range(k, k + UNROLL):
-                low_sums = tile_simd.fma_loaded(low, i * PANEL_ROWS, get_number(xs, i), low_sums)
-                high_sums = tile_simd.fma_loaded(high, i * PANEL_ROWS, get_number(xs, i), high_sums)
+                low_sums = fma(tile_simd.load_vector(low, i * PANEL_ROWS), get_number(xs, i), low_sums)
+                high_sums = fma(tile_simd.load_vector(high, i * PANEL_ROWS), get_number(xs, i), high_sums)
         for k in range(whole, p.n):
-            low_sums = tile_simd.fma_loaded(low, k * PANEL_ROWS, get_number(xs, k), low_sums)
-            high_sums = tile_simd.fma_loaded(high, k * PANEL_ROWS, get_number(xs, k), high_sums)
+            low_sums = fma(tile_simd.load_vector(low, k * PANEL_ROWS), get_number(xs, k), low_sums)
+            high_sums = fma(tile_simd.load_vector(high, k * PANEL_ROWS), get_number(xs, k), high_sums)
         tile_simd.store_vector(low_out, 0, low_sums, n_tokens)
         tile_simd.store_vector(high_out, 0, high_sums, n_tokens)
 

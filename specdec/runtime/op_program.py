@@ -128,6 +128,7 @@ KERNEL_WORD, N_OPS_WORD, TOKEN_BYTES_WORD, SLOT_BYTES_WORD, SEQUENCE_OP_WORD, OP
 OP_WORDS = 56
 
 
+# (address) -> the fields of a `ForwardContext` that all chunks of a pass share
 load_pass_fields = make_tuple_loader(types.UniTuple(types.int64, N_CONTEXT_WORDS))
 
 

@@ -14,7 +14,7 @@ from numba.core import cgutils
 from numba.core.datamodel.manager import DataModelManager
 from numba.extending import models, register_model
 
-from specdec.runtime.code_cache import CompiledFunction, inlined
+from specdec.runtime.code_cache import CompiledFunction
 from specdec.runtime.simd import (
     FEATURES,
     I8,
@@ -30,7 +30,6 @@ from specdec.runtime.simd import (
     VectorType,
     call_llvm_intrinsic,
     floats_like,
-    fma,
     get_storage_dtype,
     make_constant_vector,
     make_token_intrinsic,
@@ -402,9 +401,3 @@ fill_vector = make_token_intrinsic(2, lambda pointer, number: pointer.vector, _e
 # (pointer, offset, n_tokens): prefetch the cache line at an offset in bytes, for reading or for writing
 prefetch = make_token_intrinsic(3, lambda *arg_types: types.void, _emit_prefetch)
 prefetch_for_writing = make_token_intrinsic(3, lambda *arg_types: types.void, functools.partial(_emit_prefetch, is_write=1))
-
-
-@inlined
-def fma_loaded(w, index, xs, sums):
-    """Return sums plus the products of the vector of weights from an index on and the number of each token."""
-    return fma(load_vector(w, index), xs, sums)

@@ -62,7 +62,7 @@ def test_logits_do_not_depend_on_tokens() -> None:
     np.testing.assert_array_equal(cache.forward(tokens)[0], alone[-1])
 
 
-def test_batched_sequencesswitch_rope_separately() -> None:
+def test_batched_sequences_switch_rope_separately() -> None:
     sequences = [random_tokens(CONFIG, n, seed=n) for n in (N_SHORT - 2, N_SHORT, N_SHORT + 9)]
     alone = [make_cache().forward(sequence, 2).copy() for sequence in sequences]
     model = make_model()

@@ -302,6 +302,12 @@ def test_a_recursively_doubling_template_is_harmless(tmp_path: Path) -> None:
     assert HFTokenizer(path).encode("the") == HFTokenizer(get_path("gpt2")).encode("the")
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_prefix_ids_equal_the_librarys_template(kind: str) -> None:
+    encoding = load_library_tokenizer(kind).encode("a")
+    assert HFTokenizer(get_path(kind))._encoder._prefix_ids == encoding.ids[: encoding.special_tokens_mask.index(0)]
+
+
 def test_a_special_tokens_name_in_a_text_copies_no_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy of a vocabulary of 262,144 tokens takes 4 seconds of CPU time."""
     tokenizers = [HFTokenizer(get_path(kind)) for kind in KINDS]

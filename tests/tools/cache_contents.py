@@ -1,4 +1,4 @@
-"""What KV caches and prefix caches hold."""
+"""Read what KV caches and prefix caches hold."""
 
 from specdec import SpeculativeDecoder
 from specdec.engine.prefix_cache import KVSlot, PrefixCache
