@@ -77,7 +77,7 @@ def make_chat_decoder(name, draft):
 def generate_uncached(name, messages, max_tokens, sampling):
     """Return the tokens and the text of an answer, computed without draft and KV cache."""
     decoder = make_chat_decoder(name, None)
-    decoder.prefix_cache.idle.clear()
+    decoder._prefix_cache.idle.clear()
     steps = [event for event in decoder.chat(messages, max_tokens, sampling) if isinstance(event, Step)]
     return [token for step in steps for token in step.tokens], "".join(step.text for step in steps)
 
