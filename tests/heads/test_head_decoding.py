@@ -230,9 +230,10 @@ def test_a_head_drafts_up_to_its_last_position_in_memory(pair: Pair, tmp_path: P
     path, target = head_folder(tmp_path / "head", pair), load_model(pair.target)
     full, alone = SpeculativeDecoder(target, path, pair.tokenizer, gamma=4), SpeculativeDecoder(target, None, pair.tokenizer)
     assert isinstance(full.draft, Head)
-    weights, borrowed = full.draft.weights, target.weights.matrices
-    own = Weights({name: each for name, each in weights.matrices.items() if each is not borrowed.get(name)}, weights.vectors)
-    memory = target.weights.n_bytes + 4 * (own.n_bytes + full.draft.get_sequence_bytes(60))
+    borrowed = {id(matrix.panels) for matrix in target.weights.matrices.values()}
+    own = {name: matrix for name, matrix in full.draft.weights.matrices.items() if id(matrix.panels) not in borrowed}
+    n_own_bytes = Weights(own, full.draft.weights.vectors).n_bytes
+    memory = target.weights.n_bytes + 4 * (n_own_bytes + full.draft.get_sequence_bytes(60))
     monkeypatch.setattr("specdec.loaders.model_loader.get_physical_memory_bytes", lambda: memory)
     decoder = SpeculativeDecoder(target, path, pair.tokenizer, gamma=4)
     assert decoder.draft and 30 < decoder.draft.n_positions < 80
