@@ -10,6 +10,7 @@ N_BUCKETS = 12  # of confidence: below 1/8, 1/4, 1/2, 1, 2, ...
 MARGIN_ACCEPTANCE = (0.45, 0.45, 0.5, 0.6, 0.75, 0.9, *[0.95] * 6)
 LOOKUP_ACCEPTANCE = tuple(1 / (1 + 2 ** (3.5 - bucket)) for bucket in range(N_BUCKETS))
 MEAN_ACCEPTANCE, PRIOR_WEIGHT = 0.8, 2.0  # the mean acceptance of an unknown draft; observations that a prior counts for
+SEQUENCE_WEIGHT = 8.0  # observations that the mean counts for when a sequence begins
 MAX_WEIGHT = 50.0  # observations that an estimate counts for at most, so that it follows the sequence
 MAX_ACCEPTANCE = 0.99
 
@@ -34,6 +35,16 @@ class Acceptance:
     def mean(self) -> float:
         """The estimated acceptance rate over all draft tokens, whatever their confidence."""
         return self.rates[-1]
+
+    def begin_sequence(self) -> None:
+        """Move a low mean halfway back to that of an unknown draft, and let it follow the new text: code is easier than prose.
+
+        Without this, one text that a costly draft does not suit ends the drafts of all later ones: with Qwen2.5-Coder 1.5B, AVX2
+        and temperature 0.8, eight prompts took 1.2 times as long.
+        """
+        if self.mean < MEAN_ACCEPTANCE:
+            self.rates[-1] = (self.mean + MEAN_ACCEPTANCE) / 2
+            self._weights[-1] = min(self._weights[-1], SEQUENCE_WEIGHT)
 
     def update(self, buckets: Sequence[int], n_accepted: int) -> None:
         """Update the estimates with the result of a verified draft.

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import random
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -33,7 +34,7 @@ from specdec.text.tokenizer_lookup import SharedVocabulary
 # passes over 2 and 4 tokens, short drafts for a slow target are made where they pay (Qwen2.5 1.5B with AVX2: 1.2 times as fast).
 MEASURED_TOKENS = (*dict.fromkeys((MAX_TILE_TOKENS, 1, 2, 4, MAX_TILE_TOKENS + 1, 6, 2 * MAX_TILE_TOKENS, 4 * MAX_TILE_TOKENS)),)
 MEASURE_BUDGET_S, N_NEEDED = 0.2, 4  # seconds, and how many of these numbers are measured in any case
-RECHECK_BUDGET_S, N_RECHECKED = 0.01, 2  # the same if the costs were measured before
+RECHECK_BUDGET_S = 0.01  # the same if the costs were measured before; then the first and one other are measured in any case
 DRAFT = 0  # instead of a number of tokens: drafting FIXED_GAMMA tokens
 # A prime, so that token ids lie far apart. Every fourth is the one before it: tokens of a text share experts of a mixture too.
 TOKEN_STRIDE = 7919
@@ -53,7 +54,7 @@ def measure(target: KVCache, draft: KVCache | None, vocabulary: SharedVocabulary
         target: A cache of the target.
         draft: A cache of the draft model; None if the target drafts without a model.
         vocabulary: The token ids that target and draft share.
-        is_recheck: Whether the costs were measured before, so that fewer passes suffice.
+        is_recheck: Whether the costs were measured before, so that fewer passes suffice: one number of tokens now, others later.
     """
     sampler = Sampler(vocabulary.n_target, Sampling(), vocabulary.n_common)
     probs = sampler.new_probs()
@@ -86,9 +87,10 @@ def measure(target: KVCache, draft: KVCache | None, vocabulary: SharedVocabulary
                     sampler.draw(probs, row, TARGET_NOISE, n)
             return time.perf_counter() - begin
 
-    budget, n_needed = (RECHECK_BUDGET_S, N_RECHECKED) if is_recheck else (MEASURE_BUDGET_S, N_NEEDED)
-    needed = [*MEASURED_TOKENS[:n_needed], *([DRAFT] if draft else [])]
-    jobs = [n for n in (*needed, *MEASURED_TOKENS[n_needed:]) if n <= target.model.n_positions]
+    first, *others = MEASURED_TOKENS[:N_NEEDED]
+    budget = RECHECK_BUDGET_S if is_recheck else MEASURE_BUDGET_S
+    needed = [first, *([random.choice(others)] if is_recheck else others), *([DRAFT] if draft else [])]
+    jobs = [n for n in dict.fromkeys((*needed, *MEASURED_TOKENS)) if n <= target.model.n_positions]
     least, end, turn = dict[int, float](), time.perf_counter() + budget, 0
     while not turn or time.perf_counter() < end:
         for n in jobs:
