@@ -70,3 +70,19 @@ def test_options_page_is_generated_from_options(tmp_path: Path) -> None:
     subprocess.run([sys.executable, ROOT / "docs/options.py", generated], check=True)
     page = (ROOT / "docs/options.md").read_text(encoding="utf-8")
     assert generated.read_text(encoding="utf-8") == page, "an option has changed; run python docs/options.py"
+
+
+def test_other_machines_run_tests_that_exist() -> None:
+    """A file or a word that a test was once called by would select nothing there, and nobody would see it here."""
+    script = (ROOT / "tests/tools/other_machines.sh").read_text()
+    paths = [re.sub(r"{.*}", name, path) for path in re.findall(r"tests/(?!tools)\S+", script) for name in get_brace_names(path)]
+    files = [path for path in paths if (ROOT / path).is_file()]
+    assert {*paths} - {*files} == {"tests/quant"}
+    texts = " ".join(path + (ROOT / path).read_text() for path in files)
+    words = {word for line in re.findall(r'-k "(.*)"', script) for word in re.findall(r"\w+", line)} - {"and", "or"}
+    assert len(words) > 5 and [word for word in words if word not in texts] == []
+
+
+def get_brace_names(path: str) -> list[str]:
+    """Return the alternatives of a shell path like test_{a,b}.py; one empty string if there are none."""
+    return (re.findall(r"{(.*)}", path) or [""])[0].split(",")

@@ -52,12 +52,12 @@ for machine; do
         no-fma) x86 ivybridge +avx,+f16c ;;
         sse2) x86 x86-64 +sse2 ;;
         arm64)
-            arm generic +neon tests/test_golden.py tests/layers/test_kv_formats.py tests/runtime/test_elementary.py tests/quant/test_{grouped,int8}.py \
-                -k "golden or elementary or every_way or neon or every_instruction"
+            arm generic +neon tests/test_golden.py tests/layers/test_kv_formats.py tests/runtime/test_elementary.py tests/quant/test_{groupwise,int8}.py \
+                -k "golden or elementary or fp16_conversions or neon or every_instruction"
             ;;
         sdot)
-            arm neoverse-n1 +neon,+dotprod tests/test_golden.py tests/layers/test_kv_formats.py tests/quant/test_{grouped,int8}.py \
-                -k "golden_text and (int8 or int4) or golden_bits or multiply_bytes or sdot or every_instruction or every_way"
+            arm neoverse-n1 +neon,+dotprod tests/test_golden.py tests/layers/test_kv_formats.py tests/quant/test_{groupwise,int8}.py \
+                -k "golden_output and (int8 or int4) or golden_bits or native_and_portable or sdot or every_instruction or fp16_conversions"
             ;;
         *) echo "$machine is none of avx-vnni, avx2, no-fma, sse2, arm64 and sdot" >&2 && exit 2 ;;
     esac
