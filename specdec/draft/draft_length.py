@@ -189,7 +189,7 @@ class DraftLengthPolicy:
     """
 
     def __init__(self, costs: CostModel, acceptance: Acceptance, is_free: bool) -> None:
-        """Start without rounds of its own."""
+        """Start without rounds of its own, and prepare costs and acceptance for a new text."""
         acceptance.begin_sequence()
         costs.correction.begin_sequence()
         self.costs, self.acceptance, self.max_tokens = costs, acceptance, 0
