@@ -344,10 +344,8 @@ def _emit_vector_load(
     return pack_vector(builder, parts)
 
 
-def _emit_prefetch(
-    builder: ir.IRBuilder, arg_types: Sequence[types.Type], pointer: ir.Value, offset: ir.Value, is_write: int = 0
-) -> None:
-    keep, data = 2, 1  # the second-level cache: see docs/experiments/packed-panels.md
+def _emit_prefetch(builder, arg_types, pointer, offset, is_write=0, cache_level=2):
+    keep, data = 4 - cache_level, 1
     at = builder.gep(builder.bitcast(pointer, I8.as_pointer()), [offset])
     flags = [ir.Constant(I32, flag) for flag in (is_write, keep, data)]
     call_llvm_intrinsic(builder, "llvm.prefetch.p0", ir.VoidType(), at, *flags)
@@ -398,6 +396,8 @@ load_number = make_token_intrinsic(
 advance = make_token_intrinsic(2, lambda pointer, index: pointer, lambda b, arg_types, pointer, index: b.gep(pointer, [index]))
 # (pointer, number) -> a vector like those that it points to, with the number in all lanes
 fill_vector = make_token_intrinsic(2, lambda pointer, number: pointer.vector, _emit_fill)
-# (pointer, offset, n_tokens): prefetch the cache line at an offset in bytes, for reading or for writing
+# (pointer, offset, n_tokens): prefetch the line at an offset in bytes into the second- or first-level cache, to read or
+# to write it; see docs/experiments/packed-panels.md
 prefetch = make_token_intrinsic(3, lambda *arg_types: types.void, _emit_prefetch)
+prefetch_into_l1 = make_token_intrinsic(3, lambda *arg_types: types.void, functools.partial(_emit_prefetch, cache_level=1))
 prefetch_for_writing = make_token_intrinsic(3, lambda *arg_types: types.void, functools.partial(_emit_prefetch, is_write=1))
