@@ -162,35 +162,71 @@ def forward(
             (long_config if n > config.rope.longrope_threshold else short_config, tokens[:n]) for n in range(1, len(tokens) + 1)
         ]
         return np.stack([forward(prefix_config, tensors, prefix, window, round_kv)[-1] for prefix_config, prefix in prefixes])
-    t = {name: tensor.astype(np.float64) if isinstance(tensor, np.ndarray) else tensor for name, tensor in tensors.items()}
-    t, n, eps = LayerTensors(t), len(tokens), config.norm_eps
+    t = LayerTensors({k: v.astype(np.float64) if isinstance(v, np.ndarray) else v for k, v in tensors.items()})
+    n, eps, layers = len(tokens), config.norm_eps, ReferenceLayers(config, t, len(tokens), window, round_kv)
+    embedding, inputs = t["tok_emb"], None
+    x = (embedding if isinstance(embedding, np.ndarray) else embedding.to_floats())[tokens] * config.embedding_scale
+    if config.learned_positions:
+        x = x + t["pos_emb"][:n]
+    if config.per_layer_inputs:
+        width = config.per_layer_inputs.dim
+        inputs = matmul(x, t["inputs"]).reshape(n, config.n_layers, width) / math.sqrt(config.dim)
+        rows = t["input_rows"][tokens].reshape(inputs.shape) * math.sqrt(width)
+        inputs = (rms_norm(inputs, t["inputs_norm_in"], eps) + rows) / math.sqrt(2)
+    for i in range(config.n_layers):
+        blocks = config.layer_config(i).blocks
+        if blocks != "second":
+            x = x + layers.branch(layers.mix(layers.branch(x, "rms_att", i), i), "rms_att_out", i)
+        if blocks != "first":
+            x = layers.feed_forward(x, i, inputs)
+    normed = layer_norm(x, t["rms_final"], t["rms_final_bias"], eps) if config.layer_norm else rms_norm(x, t["rms_final"], eps)
+    logits = matmul(normed, embedding if config.shared_classifier else t["wcls"]) + t.get("wcls_bias", 0)
+    return config.logit_softcap * np.tanh(logits / config.logit_softcap) if config.logit_softcap else logits
 
-    def project(x, c, i):
-        return matmul(x, t[f"w{c}"][i]) + (t[f"b{c}"][i] if f"b{c}" in t else 0)
 
-    def mix(x, i):
-        own = config.layer_config(i)
+class ReferenceLayers:
+    """The layers of `forward` over n tokens; x is (n, ...), i the number of a layer, `cached` the keys and values of each."""
+
+    def __init__(self, config: ModelConfig, tensors: "LayerTensors", n: int, window: int | None, round_kv: Callable) -> None:
+        self.config, self.t, self.n, self.window, self.round_kv = config, tensors, n, window, round_kv
+        self.cached: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def project(self, x, c, i):
+        return matmul(x, self.t[f"w{c}"][i]) + (self.t[f"b{c}"][i] if f"b{c}" in self.t else 0)
+
+    def branch(self, x, name, i):
+        t, eps = self.t, self.config.norm_eps
+        if self.config.layer_norm and name in t:
+            return layer_norm(x, t[name][i], t[f"{name}_bias"][i], eps)
+        return rms_norm(x, t[name][i], eps) if name in t else x
+
+    def mix(self, x, i):
+        own = self.config.layer_config(i)
         if isinstance(own.mixer, ShortConvConfig):
-            return short_conv(x, t, i, own.mixer)
+            return short_conv(x, self.t, i, own.mixer)
         if isinstance(own.mixer, Mamba2Config):
-            made = mamba2(x, t, i, own.mixer, eps)
-            return made + attend(x, i, own) if own.mixer.is_parallel else made
-        return attend(x, i, own)
+            made = mamba2(x, self.t, i, own.mixer, self.config.norm_eps)
+            return made + self.attend(x, i, own) if own.mixer.is_parallel else made
+        return self.attend(x, i, own)
 
-    def attend(x, i, own):
+    def attend(self, x, i, own):
         if own.attention.latent:
-            return latent_attention(x, t, i, own, round_kv)
-        seen = (window or own.attention.window) if own.attention.window == config.attention.window else own.attention.window
-        sinks = t["sinks"][i] if config.attention.sinks else None
+            return latent_attention(x, self.t, i, own, self.round_kv)
+        common, window = self.config.attention, own.attention.window
+        seen = (self.window or window) if window == common.window else window
+        sinks = self.t["sinks"][i] if common.sinks else None
         if own.attention.kv_layer is None:
-            cached[i] = heads(x, "k", i), heads(x, "v", i)
-        keys, values = cached[i if own.attention.kv_layer is None else own.attention.kv_layer]
-        options = round_kv, own.softmax_scale, sinks, own.attention.softcap
-        return project(branch(attention(heads(x, "q", i), keys, values, seen, *options), "att_sub_norm", i), "o", i)
+            self.cached[i] = self.heads(x, "k", i), self.heads(x, "v", i)
+        keys, values = self.cached[i if own.attention.kv_layer is None else own.attention.kv_layer]
+        options = self.round_kv, own.softmax_scale, sinks, own.attention.softcap
+        return self.project(
+            self.branch(attention(self.heads(x, "q", i), keys, values, seen, *options), "att_sub_norm", i), "o", i
+        )
 
-    def heads(x, c, i):
+    def heads(self, x, c, i):
+        config, t, n, eps = self.config, self.t, self.n, self.config.norm_eps
         own = config.layer_config(i)
-        x = matmul(x, t["wk_as_v"][i]) if c == "v" and own.attention.values_are_keys else project(x, c, i)
+        x = matmul(x, t["wk_as_v"][i]) if c == "v" and own.attention.values_are_keys else self.project(x, c, i)
         if config.attention.projection_scales:
             x = x * config.attention.projection_scales["qkv".index(c)]
         if c != "v" and config.attention.qk_norm == "whole":
@@ -207,47 +243,26 @@ def forward(
             x = x * (1 + config.rope.query_scale * np.log(1 + np.arange(n) // config.rope.query_span))[:, None, None]
         return x
 
-    def branch(x, name, i):
-        if config.layer_norm and name in t:
-            return layer_norm(x, t[name][i], t[f"{name}_bias"][i], eps)
-        return rms_norm(x, t[name][i], eps) if name in t else x
-
-    embedding, cached = t["tok_emb"], {}
-    x = (embedding if isinstance(embedding, np.ndarray) else embedding.to_floats())[tokens] * config.embedding_scale
-    if config.learned_positions:
-        x = x + t["pos_emb"][:n]
-    if config.per_layer_inputs:
-        width = config.per_layer_inputs.dim
-        inputs = matmul(x, t["inputs"]).reshape(n, config.n_layers, width) / math.sqrt(config.dim)
-        rows = t["input_rows"][tokens].reshape(inputs.shape) * math.sqrt(width)
-        inputs = (rms_norm(inputs, t["inputs_norm_in"], eps) + rows) / math.sqrt(2)
-    for i in range(config.n_layers):
-        blocks = config.layer_config(i).blocks
-        if blocks != "second":
-            x = x + branch(mix(branch(x, "rms_att", i), i), "rms_att_out", i)
-        if blocks == "first":
-            continue
-        h = branch(x, "rms_ffn", i)
+    def feed_forward(self, x, i, inputs):
+        """Return x after the second block of a layer; inputs (n, L, P) are those per layer, or None."""
+        config, t, eps = self.config, self.t, self.config.norm_eps
+        h = self.branch(x, "rms_ffn", i)
         if config.experts and i not in config.experts.dense_layers and not config.experts.has_parallel_mlp:
-            x = x + moe(h, t, i, config.experts, None, ACTIVATIONS[config.activation])
-            continue
+            return x + moe(h, t, i, config.experts, None, ACTIVATIONS[config.activation])
         own_scale, gate_scale = config.mlp_scales or (1, 1)
-        gate = 1 if config.activation in UNGATED else project(h, "3", i) * gate_scale
+        gate = 1 if config.activation in UNGATED else self.project(h, "3", i) * gate_scale
         activation = xielu(t, i) if config.activation == "xielu" else ACTIVATIONS[config.activation]
-        made = project(branch(activation(project(h, "1", i) * own_scale) * gate, "ffn_sub_norm", i), "2", i)
+        made = self.branch(activation(self.project(h, "1", i) * own_scale) * gate, "ffn_sub_norm", i)
+        made = self.project(made, "2", i)
         if config.experts and config.experts.has_parallel_mlp:
             routed = rms_norm(x, t["router_scale"][i], eps) / math.sqrt(config.dim)
-            own = moe(branch(x, "rms_experts", i), t, i, config.experts, routed, gelu)
-            made = branch(made, "rms_mlp_out", i) + branch(own, "rms_experts_out", i)
-        x = x + branch(made, "rms_ffn_out", i)
+            own = moe(self.branch(x, "rms_experts", i), t, i, config.experts, routed, gelu)
+            made = self.branch(made, "rms_mlp_out", i) + self.branch(own, "rms_experts_out", i)
+        x = x + self.branch(made, "rms_ffn_out", i)
         if config.per_layer_inputs:
             gated = gelu(matmul(x, t["inputs_gate"][i])) * inputs[:, i]
             x = x + rms_norm(matmul(gated, t["inputs_back"][i]), t["inputs_norm"][i], eps)
-        if config.layer_scale:
-            x = x * t["layer_scale"][i]
-    normed = layer_norm(x, t["rms_final"], t["rms_final_bias"], eps) if config.layer_norm else rms_norm(x, t["rms_final"], eps)
-    logits = matmul(normed, embedding if config.shared_classifier else t["wcls"]) + t.get("wcls_bias", 0)
-    return config.logit_softcap * np.tanh(logits / config.logit_softcap) if config.logit_softcap else logits
+        return x * t["layer_scale"][i] if config.layer_scale else x
 
 
 class LayerTensors(dict):
