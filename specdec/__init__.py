@@ -40,6 +40,7 @@ __all__ = [
 _MODULES = {
     "CheckpointError": "specdec.loaders",
     "Generation": "specdec.text.detokenizer",
+    "Model": "specdec.model.model",
     "Prompt": "specdec.events",
     "Proposal": "specdec.events",
     "Sampling": "specdec.sampling",
@@ -49,7 +50,6 @@ _MODULES = {
     "TemplateError": "specdec.text.chat_template",
     "Tokenizer": "specdec.tokenizer",
     "TokenizerError": "specdec.tokenizer",
-    "Model": "specdec.model.model",
 }
 
 

@@ -32,9 +32,9 @@ from specdec.text.tokenizer_lookup import SharedVocabulary
 # Passes over these numbers of tokens are timed in turns. The time of a pass rises by a step with every further tile, and hardly
 # up to the number of tokens whose products take as long as reading the weights. So a line from 1 to 8 tokens is wrong: with
 # passes over 2 and 4 tokens, short drafts for a slow target are made where they pay (Qwen2.5 1.5B with AVX2: 1.2 times as fast).
-MEASURED_TOKENS = (*dict.fromkeys((MAX_TILE_TOKENS, 1, 2, 4, MAX_TILE_TOKENS + 1, 6, 2 * MAX_TILE_TOKENS, 4 * MAX_TILE_TOKENS)),)
+MEASURED_TOKENS = (MAX_TILE_TOKENS, 1, 2, 4, MAX_TILE_TOKENS + 1, 6, 2 * MAX_TILE_TOKENS, 4 * MAX_TILE_TOKENS)
 MEASURE_BUDGET_S, N_NEEDED = 0.2, 4  # seconds, and how many of these numbers are measured in any case
-RECHECK_BUDGET_S = 0.01  # the same if the costs were measured before; then the first and one other are measured in any case
+RECHECK_BUDGET_S = 0.01  # seconds if the costs were measured before
 DRAFT = 0  # instead of a number of tokens: drafting FIXED_GAMMA tokens
 # A prime, so that token ids lie far apart. Every fourth is the one before it: tokens of a text share experts of a mixture too.
 TOKEN_STRIDE = 7919
@@ -54,7 +54,8 @@ def measure(target: KVCache, draft: KVCache | None, vocabulary: SharedVocabulary
         target: A cache of the target.
         draft: A cache of the draft model; None if the target drafts without a model.
         vocabulary: The token ids that target and draft share.
-        is_recheck: Whether the costs were measured before, so that fewer passes suffice: one number of tokens now, others later.
+        is_recheck: Whether the costs were measured before. Fewer passes suffice then: the first of `MEASURED_TOKENS`, and one of
+            the next, by chance, so that a wrong time is mended by some later start.
     """
     sampler = Sampler(vocabulary.n_target, Sampling(), vocabulary.n_common)
     probs = sampler.new_probs()

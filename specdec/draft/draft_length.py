@@ -26,14 +26,13 @@ MIN_SECONDS = 1e-9
 TREE_TOKENS, MAX_TREE_COST = 8, 1.35  # proposals are chains where a pass over 8 tokens costs more than 1.35 of a plain one
 FIRST_WAIT, MAX_WAIT = 16, 64  # steps without a draft before another trial
 CATCH_UP_RATIO = 0.1  # time that a draft takes to read a missed token of the sequence, relative to drafting a token
-TRIAL_SHARE = 0.02  # of all time for trials; a draft that takes longer to read missed tokens has only the first one
+TRIAL_SHARE = 0.02  # of all time for trials; too little for a draft that needs longer to read the tokens it has missed
 
 N_COMPARED = 4  # pairs of neighbouring steps, one with a draft and one without, from which costs are corrected
 MAX_ERROR, MAX_SPREAD = 1.25, 1.4  # ratio of measured times to the curve's that is not corrected; and among measured times
 N_FIRST, PLAIN_INTERVAL = 3, 250  # drafted rounds before a step without a draft: each of the first ones, later this number
 DECAY = 0.98  # factor by which each round reduces the weight of earlier ones in the speed
 MAX_FIRST_TRIAL_COST = 3.0  # extra cost of a trial that is made at once, in steps without a draft
-MAX_EARLY_TRIAL_COST = 1.5  # the same of a sequence's first trial, which is made after FIRST_WAIT steps
 
 
 class CostCurve:
@@ -82,10 +81,6 @@ class CostCorrection:
         self._pairs = deque[tuple[float, float]](maxlen=N_COMPARED)  # relative times of a drafted pass, and of its drafts
         self._last_step: tuple[bool, float, float] | None = None
         self._n_rounds = 0
-
-    def begin_sequence(self) -> None:
-        """Ask for a trial if costs are corrected: what has made drafts expensive, such as another program, may have ended."""
-        self.needs_trial |= self.pass_factor != 1.0 or self.draft_factor != 1.0
 
     def record(self, is_drafted: bool, pass_ratio: float, draft_ratio: float) -> None:
         """Add a step's measured times, relative to those of the curve, and set the attributes.
@@ -150,6 +145,15 @@ class CostModel:
         factor = self.correction.pass_factor if n_tokens > self.n_sequences else 1.0
         return self.curve.pass_seconds[min(n_tokens, MAX_BATCH_TOKENS)] * factor
 
+    def begin_batch(self) -> None:
+        """Forget a correction, when the first sequence of a batch starts: another program may have made drafts expensive.
+
+        A right correction is found again within 8 steps. A wrong one would end the drafts of a costly model for good: played
+        sequences reach 1.00 of the plain speed with it, 1.16 without it.
+        """
+        if (self.correction.pass_factor, self.correction.draft_factor) != (1.0, 1.0):
+            self.correction = CostCorrection()
+
     def begin_pass(self, n_sequences: int = 1, max_tokens: int = MAX_BATCH_TOKENS) -> None:
         """Reset the counts for a new pass over n_sequences sequences and up to max_tokens tokens, including drafts."""
         self.n_sequences, self.n_tokens, self.max_tokens = max(n_sequences, 1), n_sequences, max_tokens
@@ -189,13 +193,12 @@ class DraftLengthPolicy:
     """
 
     def __init__(self, costs: CostModel, acceptance: Acceptance, is_free: bool) -> None:
-        """Start without rounds of its own, and prepare costs and acceptance for a new text."""
+        """Start without rounds of its own, and with an acceptance for a new text."""
         acceptance.begin_sequence()
-        costs.correction.begin_sequence()
         self.costs, self.acceptance, self.max_tokens = costs, acceptance, 0
         self._is_free = is_free
         self._buckets = list[int]()
-        self._survival, self._is_trial, self._has_tried = 1.0, False, False
+        self._survival, self._is_trial = 1.0, False
         self._n_missed, self._wait = 0, FIRST_WAIT  # steps since the last draft, and how many to wait for a trial
 
     @property
@@ -280,7 +283,6 @@ class DraftLengthPolicy:
         else:
             self.acceptance.update(self._buckets[: min(n_drafted, n_accepted + 1)], n_accepted)
         if self._is_trial:
-            self._has_tried = True
             self._wait = FIRST_WAIT if n_accepted else min(2 * self._wait, MAX_WAIT)
         if not self._is_free:
             self.costs.add_draft(n_drafted + CATCH_UP_RATIO * self._n_missed, draft_seconds)
@@ -291,8 +293,6 @@ class DraftLengthPolicy:
         costs = self.costs
         if costs.correction.needs_trial and seconds <= MAX_FIRST_TRIAL_COST * costs.plain_cost:
             return self._n_missed > 0
-        if not self._has_tried and seconds <= MAX_EARLY_TRIAL_COST * costs.plain_cost:
-            return self._n_missed >= FIRST_WAIT
         return self._n_missed >= self._wait * max(1.0, seconds / (TRIAL_SHARE * FIRST_WAIT * costs.plain_cost))
 
     def _get_token_cost(self, n: int) -> float:

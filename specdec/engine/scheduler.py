@@ -198,6 +198,8 @@ class Scheduler:
                 slot = self.prefix_cache.acquire(request.prompt, n_tokens, sequence.client.cache_salt)
                 if not slot:
                     return
+                if self._costs and not self.running:
+                    self._costs.begin_batch()
                 state = make_decoding_state(
                     self._autotuner, slot.caches, request, self._settings, self._costs, self.max_running == 1, slot.memory
                 )

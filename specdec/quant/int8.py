@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from specdec.quant.dot4 import DOT4_BY_NAME, Dot4, choose_dot4
-from specdec.quant.matmul import Tile, TileShape, get_number, make_kernels, start_sums
+from specdec.quant.matmul import Tile, TileShape, get_number, make_kernels, prefetch_lines, start_sums
 from specdec.quant.packed_matrix import Floats, Int8Rows, WeightFormat, to_float32
 from specdec.runtime import tile_simd
 from specdec.runtime.code_cache import CompiledFunction, compiled, inlined, jitable
@@ -25,7 +25,6 @@ from specdec.runtime.simd import (
     FP32_STORAGE,
     INT32_STORAGE,
     LANES,
-    LINE_BYTES,
     PANEL_ROWS,
     Float32,
     absolute,
@@ -83,8 +82,7 @@ def make_int8_tile(dot: Dot4, shape: TileShape) -> Callable[..., None]:
                 words, scales = get_words(p.w, at), tile_simd.load_vector(get_floats(p.w, at), 0)
                 sums = tile_simd.fill_vector(words, get_number(xs, x_at + 1))
                 for i in range(n_words):
-                    for line in range(0, rows * BYTES_PER_WORD, LINE_BYTES):
-                        tile_simd.prefetch_into_l1(ahead, (g * (1 + n_words) + 1 + i) * step + line, 1)
+                    prefetch_lines(ahead, (g * (1 + n_words) + 1 + i) * step, rows * BYTES_PER_WORD, into_l1=True)
                     weights = prepare(tile_simd.load_vector(words, (1 + i) * PANEL_ROWS))
                     sums = dot4(sums, weights, get_number(xs, x_at + GROUP_HEADER_WORDS + i))
                 totals = fma(tile_simd.to_float(sums), mul(scales, get_number(x_scales, x_at)), totals)

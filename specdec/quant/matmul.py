@@ -113,10 +113,13 @@ def add_product(sums, w, x):
 
 
 @jitable
-def prefetch_lines(pointer, offset, n_bytes):
-    """Prefetch the cache lines of n_bytes bytes, but at least one, from a byte offset on."""
+def prefetch_lines(pointer, offset, n_bytes, into_l1=False):
+    """Prefetch the cache lines of n_bytes bytes, but at least one, from a byte offset on, into the second- or first-level one."""
     for line in range(0, max(n_bytes, 1), LINE_BYTES):
-        tile_simd.prefetch(pointer, offset + line, 1)
+        if into_l1:
+            tile_simd.prefetch_into_l1(pointer, offset + line, 1)
+        else:
+            tile_simd.prefetch(pointer, offset + line, 1)
 
 
 @jitable

@@ -345,7 +345,7 @@ def _emit_vector_load(
 
 
 def _emit_prefetch(builder, arg_types, pointer, offset, is_write=0, cache_level=2):
-    keep, data = 4 - cache_level, 1
+    keep, data = 4 - cache_level, 1  # LLVM numbers the first level 3, the second 2
     at = builder.gep(builder.bitcast(pointer, I8.as_pointer()), [offset])
     flags = [ir.Constant(I32, flag) for flag in (is_write, keep, data)]
     call_llvm_intrinsic(builder, "llvm.prefetch.p0", ir.VoidType(), at, *flags)
@@ -396,8 +396,8 @@ load_number = make_token_intrinsic(
 advance = make_token_intrinsic(2, lambda pointer, index: pointer, lambda b, arg_types, pointer, index: b.gep(pointer, [index]))
 # (pointer, number) -> a vector like those that it points to, with the number in all lanes
 fill_vector = make_token_intrinsic(2, lambda pointer, number: pointer.vector, _emit_fill)
-# (pointer, offset, n_tokens): prefetch the line at an offset in bytes into the second- or first-level cache, to read or
-# to write it; see docs/experiments/packed-panels.md
+# (pointer, offset, n_tokens): prefetch the cache line at an offset in bytes: to read it, into the second- or first-level cache
+# (see docs/experiments/packed-panels.md), or to write it
 prefetch = make_token_intrinsic(3, lambda *arg_types: types.void, _emit_prefetch)
 prefetch_into_l1 = make_token_intrinsic(3, lambda *arg_types: types.void, functools.partial(_emit_prefetch, cache_level=1))
 prefetch_for_writing = make_token_intrinsic(3, lambda *arg_types: types.void, functools.partial(_emit_prefetch, is_write=1))

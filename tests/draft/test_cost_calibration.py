@@ -171,7 +171,7 @@ def test_an_expensive_draft_in_a_file_is_measured_again(folder, pair, seconds):
 
 @pytest.mark.parametrize("is_recheck", [False, True])
 def test_short_passes_of_the_slowest_target_are_measured_too(monkeypatch, is_recheck):
-    """A line from 1 to 8 tokens would overrate the cost of short drafts; a second look at one number per start mends noise."""
+    """A line from 1 to 8 tokens would overrate the cost of short drafts; later starts measure another one again."""
     monkeypatch.setattr(cost_calibration, "MEASURE_BUDGET_S", 0.0)
     monkeypatch.setattr(cost_calibration, "RECHECK_BUDGET_S", 0.0)
     cache, passes = tiny_model(0).new_cache(), list[int]()
@@ -180,7 +180,7 @@ def test_short_passes_of_the_slowest_target_are_measured_too(monkeypatch, is_rec
     for _ in range(60 if is_recheck else 1):
         measure(cache, None, SharedVocabulary(n, n), is_recheck)
     assert {*passes} == {1, 2, 4, MAX_TILE_TOKENS}
-    assert len(passes) == (120 if is_recheck else 4)
+    assert len(passes) <= (120 if is_recheck else 4)
 
 
 @pytest.mark.parametrize(("seconds", "is_measured"), [(1e3, False), (SLOW_PASS_S, True)])

@@ -121,20 +121,24 @@ def test_a_text_that_is_hard_to_draft_does_not_end_the_drafts_of_later_ones():
         passes, draft = MACHINES["AVX2"]
         costs = CostModel(CostCurve(passes, draft), costs)
         speeds.append(play(SinglePolicy(costs, pool, False), "AVX2", "weak" if seed % 2 else "good", seed, n_tokens=96))
-    assert np.mean(speeds[::2]) > 1.12 * alone
+    assert np.mean(speeds[::2]) > 1.1 * alone
     assert np.mean(speeds[1::2]) > 0.92 * alone
 
 
-def test_a_sequence_begins_with_a_trial_if_costs_were_corrected():
-    """The other program that made drafts ten times as expensive may have ended."""
-    correction = CostCorrection()
+@pytest.mark.parametrize("factor", [1.6, 8.0])
+def test_a_wrong_correction_does_not_end_the_drafts_of_later_sequences(factor):
+    """Another program made passes and drafts expensive, and has ended. Kept for good, such a correction brings 1.00."""
+    passes, draft = MACHINES["AVX2"]
+    alone = np.mean([play(FixedLength(0), "AVX2", "good", seed, n_tokens=96) for seed in range(SEQUENCES)])
+    pool, costs, speeds = Acceptance(), CostModel(CostCurve(passes, draft)), []
     for _ in range(4):
-        correction.record(True, 1.0, 10.0)
-        correction.record(False, 1.0, 0.0)
-    assert correction.draft_factor == 10.0 and not correction.needs_trial
-    correction.begin_sequence()
-    assert correction.needs_trial
-    CostCorrection().begin_sequence()
+        costs.correction.record(True, factor, factor)
+        costs.correction.record(False, 1.0, 0.0)
+    assert costs.correction.draft_factor == factor
+    for seed in range(SEQUENCES):
+        costs.begin_batch()
+        speeds.append(play(SinglePolicy(costs, pool, False), "AVX2", "good", seed, n_tokens=96))
+    assert np.mean(speeds) > 1.1 * alone
 
 
 def test_free_draft_tokens_are_proposed_as_long_as_verifying_them_is_profitable():

@@ -3,6 +3,7 @@
 import pytest
 
 from specdec import SpeculativeDecoder
+from specdec.draft.draft_length import CostModel
 from specdec.engine.prefix_cache import PrefixCache
 from specdec.engine.request import GenerationRequest
 from specdec.engine.sequence import Sequence, SequenceStatus
@@ -75,3 +76,15 @@ def test_the_time_to_a_first_token_counts_if_a_stop_string_cuts_its_step(schedul
 def test_an_empty_batch_runs_no_pass(scheduler, decoder):
     n_passes = decoder.target.n_passes
     assert run(scheduler, scheduler.schedule()) == [] and decoder.target.n_passes == n_passes
+
+
+def test_a_correction_of_costs_ends_where_a_batch_begins(scheduler, decoder, monkeypatch):
+    """Not with each sequence: the others of a batch would have to learn it again."""
+    begun = []
+    monkeypatch.setattr(CostModel, "begin_batch", lambda costs: begun.append(costs))
+    for n_batches in (1, 2):
+        for prompt in PROMPTS:
+            add(scheduler, decoder, prompt)
+        while scheduler.waiting or scheduler.running:
+            run(scheduler, scheduler.schedule())
+        assert len(begun) == n_batches
