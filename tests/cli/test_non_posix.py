@@ -15,7 +15,7 @@ TEXT = "Once upon a time, there was a little girl named Lily."
 RUNS = {
     "text": (["-t", "0", "-n", "20", "--plain"], TEXT),
     "json": (["-t", "0", "-n", "20", "--json"], TEXT),
-    "chat": (["chat", "-m", "models/stories6M.bin", "--template", "llama2", "--max-tokens", "5"], "5 tokens"),
+    "chat": (["chat", "-m", "models/stories6M.bin", "--template", "llama2", "--max-tokens", "5", "-s", "1"], "5 tokens"),
     "race": (["race", "-n", "20"], "same output, letter for letter"),
     "models": (["models"], "stories650K.bin"),
     "bench": (["bench", "-m", "models/stories6M.bin", "-p", "8", "-n", "2"], "pp8"),

@@ -825,7 +825,7 @@ def test_metrics_are_in_prometheus_format(app: Any, scheduler: EngineThread) -> 
 def test_the_log_contains_no_message_content(make_test_app: Callable[..., Any]) -> None:
     log = list[str]()
     app = make_test_app(log=log)
-    send_request(app, CHAT, {"messages": [{"role": "user", "content": "canary"}], "max_tokens": 2})
+    send_request(app, CHAT, {"messages": [{"role": "user", "content": "canary"}], "max_tokens": 2, "seed": 1})
     send_request(app, "/\n\x1b[31m")
     send_request(app, "/health")
     assert len(log) == 2 and "canary" not in log[0] and re.search(r"200 \d+\.\d\d s \d+\+2 tokens \(req_\w{16}\)$", log[0])
