@@ -18,14 +18,12 @@ import pytest
 from specdec import SpeculativeDecoder
 from tests.fakes.terminal import TIMEOUT_S, run_process, wait_until
 from tests.tools.documentation import find_broken_links
-from tests.tools.hf_folders import FIXTURES
-from tests.tools.model_folders import make_folder
+from tests.tools.model_folders import SMOLLM2_TEMPLATE, TOOL_TEMPLATE_PREFIX, make_chat_folder
 from tests.tools.package import ROOT
 
 EXAMPLES = ROOT / "examples"
 MAX_LINES = 50
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "PYTHONIOENCODING": "utf-8"}
-TOOL_TEMPLATE_PREFIX = "{% if tools %}<tool_call>{% endif %}"  # makes a template support tools
 MODELS = ("stories6M.bin", "stories650K.bin")
 UNUSED_URL = "http://127.0.0.1:1"
 
@@ -142,10 +140,7 @@ def test_tools_runs_the_function_that_the_model_calls(tmp_path: Path) -> None:
     """The model has random weights: the grammar of the tool alone makes its call valid."""
     for package in ("jinja2", "llguidance", "tokenizers", "uvicorn"):
         pytest.importorskip(package, reason="an extra is not installed")
-    folder = make_folder(tmp_path / "talker", positions=2000)
-    template = (FIXTURES / "chat" / "smollm2.jinja").read_text()
-    (folder / "chat_template.jinja").write_text(TOOL_TEMPLATE_PREFIX + template)
-    (folder / "tokenizer_config.json").write_text('{"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}')
+    folder = make_chat_folder(tmp_path / "talker", TOOL_TEMPLATE_PREFIX + SMOLLM2_TEMPLATE, positions=2000)
     with run_server(["-m", folder]) as url:
         output = get_output(run_example("tools.py", url))
     assert output.startswith(("get_temperature('Oslo') = 4\n", "get_temperature('Rome') = 18\n"))

@@ -17,7 +17,7 @@ from specdec.ui.panel import LivePanel
 from specdec.ui.plain_views import ModelLabels, PlainView, sanitize
 from specdec.ui.terminal_window import Window
 from tests.conftest import Pair
-from tests.tools.model_folders import make_folder
+from tests.tools.model_folders import make_chat_folder
 from tests.tools.thoughts import SOURCES
 
 PROMPT = "Is it a robin? "
@@ -25,8 +25,7 @@ PROMPT = "Is it a robin? "
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> SpeculativeDecoder:
-    path = make_folder(tmp_path_factory.mktemp("generate") / "thinker")
-    (path / "chat_template.jinja").write_text(SOURCES["Qwen3"][0])
+    path = make_chat_folder(tmp_path_factory.mktemp("generate") / "thinker", SOURCES["Qwen3"][0])
     return SpeculativeDecoder(path, None, n_threads=1)
 
 

@@ -16,7 +16,6 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 CONVERSATION = [{"role": "user", "content": "Where did the robin go?"}]
 SAMPLING_FIELDS = {"temperature": 0.8, "top_p": 0.9, "seed": 5, "max_tokens": 12}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
-TOOL_TEMPLATE_PREFIX = "{% if tools %}<tool_call>{% endif %}"  # makes a template support tools
 
 
 class FakeScheduler:

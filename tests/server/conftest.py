@@ -8,18 +8,13 @@ import pytest
 from specdec import SpeculativeDecoder
 from specdec.server.engine_thread import EngineThread
 from specdec.server.generation_fields import ServedModel
-from tests.tools.hf_folders import FIXTURES
 
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> SpeculativeDecoder:
-    from tests.fakes.server import TOOL_TEMPLATE_PREFIX
-    from tests.tools.model_folders import make_folder
+    from tests.tools.model_folders import SMOLLM2_TEMPLATE, TOOL_TEMPLATE_PREFIX, make_chat_folder
 
-    path = make_folder(tmp_path_factory.mktemp("serving") / "talker", positions=320)
-    source = (FIXTURES / "chat" / "smollm2.jinja").read_text()
-    (path / "chat_template.jinja").write_text(TOOL_TEMPLATE_PREFIX + source)
-    (path / "tokenizer_config.json").write_text('{"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}')
+    path = make_chat_folder(tmp_path_factory.mktemp("serving") / "talker", TOOL_TEMPLATE_PREFIX + SMOLLM2_TEMPLATE)
     return SpeculativeDecoder(path, "lookup", n_threads=1, gamma=4)
 
 

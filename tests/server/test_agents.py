@@ -22,7 +22,7 @@ from specdec.text.chat_template import ChatTemplate
 from tests.fakes.asgi import send_request
 from tests.fakes.server import CHAT, COMPLETIONS, CONVERSATION, TOOL, FakeScheduler, make_state, step
 from tests.tools.hf_folders import FIXTURES
-from tests.tools.model_folders import make_folder
+from tests.tools.model_folders import make_chat_folder
 from tests.tools.server_requests import TokenScheduler
 from tests.tools.thoughts import SOURCES
 
@@ -332,12 +332,7 @@ def test_a_long_silence_has_events_that_anthropics_libraries_pass_on(make_test_a
 @pytest.fixture
 def coder(tmp_path: Path) -> ServedModel:
     """Return a model whose tokenizer has the tokens of Qwen 2.5 Coder, which its file does not mark as special."""
-    path = make_folder(tmp_path / "coder", positions=320, padding=40)
-    vocabulary = json.loads((path / "tokenizer.json").read_text())
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
-    names = *INFILL_MARKS[0], *FILE_MARKS[0], "<|fim_pad|>"
-    vocabulary["added_tokens"] += [{"id": 400 + i, "content": name, **flags} for i, name in enumerate(names)]
-    (path / "tokenizer.json").write_text(json.dumps(vocabulary))
+    path = make_chat_folder(tmp_path / "coder", marks=(*INFILL_MARKS[0], *FILE_MARKS[0], "<|fim_pad|>"))
     return ServedModel("coder", SpeculativeDecoder(path, "lookup", n_threads=1), None)
 
 

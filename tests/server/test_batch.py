@@ -12,8 +12,8 @@ from specdec.engine.scheduler import find_batch_size
 from specdec.server.batch import BatchLine, BatchRunner, parse_line, parse_lines
 from specdec.server.generation_fields import ServedModel
 from tests.fakes.asgi import send_request
-from tests.fakes.server import CHAT, COMPLETIONS, CONVERSATION, TOOL, TOOL_TEMPLATE_PREFIX
-from tests.tools.hf_folders import FIXTURES
+from tests.fakes.server import CHAT, COMPLETIONS, CONVERSATION, TOOL
+from tests.tools.model_folders import SMOLLM2_TEMPLATE, TOOL_TEMPLATE_PREFIX, write_template
 from tests.tools.rerankers import make_reranker
 from tests.tools.server_requests import random_json
 
@@ -43,8 +43,7 @@ def make_lines(n: int = len(BODIES)) -> list[bytes]:
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> SpeculativeDecoder:
     """Return a reranker that also chats."""
     path = make_reranker(tmp_path_factory.mktemp("serving") / "Qwen3-Reranker", positions=320)
-    (path / "chat_template.jinja").write_text(TOOL_TEMPLATE_PREFIX + (FIXTURES / "chat" / "smollm2.jinja").read_text())
-    (path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    write_template(path, TOOL_TEMPLATE_PREFIX + SMOLLM2_TEMPLATE)
     return SpeculativeDecoder(path, "lookup", n_threads=1, gamma=4)
 
 

@@ -13,7 +13,7 @@ from specdec.server.engine_thread import EngineThread
 from specdec.server.generation_fields import ServedModel
 from tests.fakes.asgi import send_request
 from tests.fakes.server import CHAT, CONVERSATION, TOOL, FakeScheduler, make_state
-from tests.tools.model_folders import make_folder
+from tests.tools.model_folders import make_chat_folder
 from tests.tools.server_requests import MESSAGES, RESPONSES, TokenScheduler
 from tests.tools.thoughts import SOURCES, TOOLS, thinker  # noqa: F401
 
@@ -173,14 +173,8 @@ def make_thinker(tmp_path_factory):
     """Return a function that makes the app of a random model with the marks of thoughts as special tokens, for some drafts."""
     folder, schedulers = tmp_path_factory.mktemp("drafts"), []
     for name, seed in (("talker", 0), ("draft", 1)):
-        path = make_folder(folder / name, positions=320, padding=40, seed=seed)
-        vocabulary = json.loads((path / "tokenizer.json").read_text())
-        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-        names = ("<think>", "</think>", *HARMONY_SPECIALS)
-        vocabulary["added_tokens"] += [{"id": 400 + i, "content": name, **flags} for i, name in enumerate(names)]
-        (path / "tokenizer.json").write_text(json.dumps(vocabulary))
-        (path / "chat_template.jinja").write_text("{{ messages[0].content }}")
-        (path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+        marks = ("<think>", "</think>", *HARMONY_SPECIALS)
+        make_chat_folder(folder / name, "{{ messages[0].content }}", marks, special=True, seed=seed)
 
     def make(draft, verify):
         draft = folder / draft if draft == "draft" else draft

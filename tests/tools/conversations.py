@@ -8,8 +8,7 @@ import pytest
 
 from specdec import SpeculativeDecoder
 from specdec.text.conversation import ChatSettings, Conversation
-from tests.tools.hf_folders import FIXTURES
-from tests.tools.model_folders import make_folder
+from tests.tools.model_folders import make_chat_folder
 
 QUESTION = "Where did the robin go?"
 
@@ -19,10 +18,7 @@ N_TOKENS = 12
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = make_folder(tmp_path_factory.mktemp("chat") / "chat-model", positions=320)
-    (path / "chat_template.jinja").write_bytes((FIXTURES / "chat" / "smollm2.jinja").read_bytes())
-    (path / "tokenizer_config.json").write_text('{"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}')
-    return path
+    return make_chat_folder(tmp_path_factory.mktemp("chat") / "chat-model")
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from specdec.ui.plain_views import ModelLabels
 from tests.tools.cache_contents import get_cached_tokens, get_idle_and_used_slots
 from tests.tools.fuzz_common import FINE, FOLDER, REFUSED, check_one_line, corrupt, random_json
 from tests.tools.hf_folders import FIXTURES
-from tests.tools.model_folders import make_folder
+from tests.tools.model_folders import make_chat_folder, make_folder
 
 POSITIONS = 320
 NAMES = ("smollm2", "qwen2", "llama3", "llama2")
@@ -63,8 +63,8 @@ def make_chat_decoder(name, draft):
     """Return the decoder of a tokenizer, its template and a draft; it keeps its KV cache between conversations."""
     path = FOLDER / f"chat-{name}"
     if not path.exists():
-        make_folder(path, tokenizer=name, positions=POSITIONS)
-        (path / "chat_template.jinja").write_bytes((FIXTURES / "chat" / f"{name}.jinja").read_bytes())
+        template = (FIXTURES / "chat" / f"{name}.jinja").read_text(encoding="utf-8")
+        make_chat_folder(path, template, tokenizer=name, positions=POSITIONS)
         (path / "tokenizer_config.json").write_text(json.dumps(RENDERED[name]["variables"]))
     if draft == "other" and not (FOLDER / f"other-{name}").exists():
         make_folder(FOLDER / f"other-{name}", tokenizer=name, positions=64, seed=1)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from specdec.text.hf_tokenizer import HFTokenizer
 from tests.tools.hf_folders import FIXTURES, safetensors_bytes
 
 TOKENIZERS = FIXTURES / "tokenizers"
+SMOLLM2_TEMPLATE = (FIXTURES / "chat" / "smollm2.jinja").read_text(encoding="utf-8")
+TOOL_TEMPLATE_PREFIX = "{% if tools %}<tool_call>{% endif %}"  # makes a template support tools
+FIRST_MARK_ID = 400
 
 
 def llama_config(rows: int, positions: int) -> dict[str, Any]:
@@ -68,6 +72,31 @@ def make_folder(
     )
     write_random_model(path, config, shapes, seed)
     shutil.copy(TOKENIZERS / f"{tokenizer}.json", path / "tokenizer.json")
+    return path
+
+
+def make_chat_folder(
+    path: Path,
+    template: str = SMOLLM2_TEMPLATE,
+    marks: Sequence[str] = (),
+    special: bool = False,
+    positions: int = 320,
+    **arguments: Any,
+) -> Path:
+    """Create a model of `make_folder` with a chat template, and with marks as added tokens from FIRST_MARK_ID on."""
+    make_folder(path, positions=positions, padding=40 if marks else 0, **arguments)
+    if marks:
+        vocabulary = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
+        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": special}
+        vocabulary["added_tokens"] += [{"id": FIRST_MARK_ID + i, "content": mark, **flags} for i, mark in enumerate(marks)]
+        (path / "tokenizer.json").write_text(json.dumps(vocabulary))
+    return write_template(path, template)
+
+
+def write_template(path: Path, template: str) -> Path:
+    """Write the chat template of a folder and the special tokens that its tokenizer has. Return the folder."""
+    (path / "chat_template.jinja").write_text(template, encoding="utf-8")
+    (path / "tokenizer_config.json").write_text('{"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}')
     return path
 
 

@@ -1,7 +1,5 @@
 """Sources of chat templates with thoughts."""
 
-import json
-
 import pytest
 
 from specdec import SpeculativeDecoder
@@ -12,8 +10,7 @@ from specdec.server.generation_fields import ServedModel
 from specdec.server.infill import INFILL_MARKS
 from specdec.text.reasoning import HARMONY_MARKS, MUSE_GLIMMER_MARKS, TemplateMarks
 from tests.fakes.server import make_state
-from tests.tools.hf_folders import FIXTURES
-from tests.tools.model_folders import make_folder
+from tests.tools.model_folders import make_chat_folder
 
 THINK = TemplateMarks("<think>", "</think>")
 
@@ -83,15 +80,8 @@ TOOLS = "{% if tools %}<tool_call>{% endif %}"
 @pytest.fixture(scope="module")
 def thinker(tmp_path_factory):
     """Return the app of a random model that opens its thoughts itself or in the prompt, by the template, and its template."""
-    path = make_folder(tmp_path_factory.mktemp("thinking") / "talker", positions=320, padding=40)
-    vocabulary = json.loads((path / "tokenizer.json").read_text())
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
-    vocabulary["added_tokens"] += [
-        {"id": 400 + i, "content": name, **flags} for i, name in enumerate(("<think>", "</think>", *INFILL_MARKS[0]))
-    ]
-    (path / "tokenizer.json").write_text(json.dumps(vocabulary))
-    (path / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    (path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    marks = ("<think>", "</think>", *INFILL_MARKS[0])
+    path = make_chat_folder(tmp_path_factory.mktemp("thinking") / "talker", "{{ messages[0].content }}", marks)
     decoder = SpeculativeDecoder(path, "lookup", n_threads=1, gamma=4)
     scheduler = EngineThread(decoder, 4, 32, 10**8)
     state = make_state(ServedModel("talker", decoder, decoder.chat_template), scheduler)
@@ -101,7 +91,4 @@ def thinker(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def talking(tmp_path_factory):
-    path = make_folder(tmp_path_factory.mktemp("talk") / "talker", positions=320)
-    (path / "chat_template.jinja").write_bytes((FIXTURES / "chat" / "smollm2.jinja").read_bytes())
-    (path / "tokenizer_config.json").write_text('{"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}')
-    return SpeculativeDecoder(path, n_threads=1)
+    return SpeculativeDecoder(make_chat_folder(tmp_path_factory.mktemp("talk") / "talker"), n_threads=1)

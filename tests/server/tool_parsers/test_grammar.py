@@ -16,9 +16,8 @@ from specdec.server.tool_parsers.generic import GenericParser
 from specdec.server.tool_parsers.harmony import HarmonyParser
 from specdec.server.tool_parsers.muse_glimmer import MuseGlimmerParser
 from tests.fakes.asgi import send_request
-from tests.fakes.server import CHAT, CONVERSATION, TOOL_TEMPLATE_PREFIX, make_state
-from tests.tools.hf_folders import FIXTURES
-from tests.tools.model_folders import make_folder
+from tests.fakes.server import CHAT, CONVERSATION, make_state
+from tests.tools.model_folders import SMOLLM2_TEMPLATE, TOOL_TEMPLATE_PREFIX, make_chat_folder
 
 pytestmark = pytest.mark.skipif(not optional_dependencies.is_installed(optional_dependencies.GUIDANCE), reason="needs llguidance")
 CITY = {
@@ -47,13 +46,8 @@ MARKS = sorted({name for parser in TOOL_PARSERS for name in parser.get_marks()})
 @pytest.fixture(scope="module")
 def marked_model(tmp_path_factory):
     """Return a model whose tokenizer has the marks of all formats as special tokens."""
-    path = make_folder(tmp_path_factory.mktemp("forcing") / "talker", positions=320, padding=40)
-    vocabulary = json.loads((path / "tokenizer.json").read_text())
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    vocabulary["added_tokens"] += [{"id": 400 + i, "content": name, **flags} for i, name in enumerate(MARKS)]
-    (path / "tokenizer.json").write_text(json.dumps(vocabulary))
-    (path / "chat_template.jinja").write_text(TOOL_TEMPLATE_PREFIX + (FIXTURES / "chat" / "smollm2.jinja").read_text())
-    (path / "tokenizer_config.json").write_text('{"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}')
+    template = TOOL_TEMPLATE_PREFIX + SMOLLM2_TEMPLATE
+    path = make_chat_folder(tmp_path_factory.mktemp("forcing") / "talker", template, MARKS, special=True)
     decoder = SpeculativeDecoder(path, "lookup", n_threads=1, gamma=4)
     scheduler = EngineThread(decoder, 4, 32, 10**8)
     yield decoder, scheduler
