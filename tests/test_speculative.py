@@ -3,6 +3,7 @@
 import itertools
 import signal
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -122,13 +123,18 @@ def test_stories260k_generates_its_golden_story():
     assert decoder.generate("", 257, temperature=0).text == golden.rstrip("\n")
 
 
-def count_continuations(target, draft, sampling_of, verify, n_runs, length):
-    """Count each continuation of `length` tokens over n_runs seeds."""
-    counts = {}
-    for seed in range(n_runs):
-        tokens, _ = generate_tokens(target, draft, sampling_of(seed), 3, verify, [BOS, 3], length)
-        counts[tuple(tokens)] = counts.get(tuple(tokens), 0) + 1
-    return counts
+def expect_outputs(config, prompt, n_left, filters=(1.0, 0, 1.0)):
+    """Return the oracle's probability of each output of up to n_left tokens; an end-of-sequence token ends one early."""
+    if n_left == 0:
+        return {(): 1.0}
+    logits, expected = reference.forward(config, random_tensors(config, 3, 0.05), prompt)[-1], Counter()
+    for token, p in enumerate(reference.probabilities(logits, *filters)):
+        if p > 0 and token in END_MARKS:
+            expected[()] += p
+        elif p > 0:
+            later = expect_outputs(config, [*prompt, token], n_left - 1, filters)
+            expected.update({(token, *tokens): p * mass for tokens, mass in later.items()})
+    return expected
 
 
 @pytest.mark.campaign
@@ -139,26 +145,11 @@ def test_continuations_follow_the_target_distribution(verify, filters):
 
     Chi-square over 6,000 seeds, cells expected below 8 pooled; false alarm below 1e-6 per case, and the seeds are fixed.
     """
-    temperature, top_k, top_p = filters
     target, draft = (tiny_model(seed, vocab=6, seq_len=64, scale=0.05) for seed in (3, 4))
-    expected = {}
-
-    def enumerate_from(tokens, mass):
-        if len(tokens) == 5:
-            expected[tuple(tokens[2:])] = mass
-            return
-        logits = reference.forward(target.config, random_tensors(target.config, 3, 0.05), tokens)[-1]
-        for token, p in enumerate(reference.probabilities(logits, temperature, top_k, top_p)):
-            if p > 0 and token in (BOS, EOS):
-                ended = tuple(tokens[2:])
-                expected[ended] = expected.get(ended, 0) + mass * p
-            elif p > 0:
-                enumerate_from([*tokens, token], mass * p)
-
-    enumerate_from([BOS, 3], 1.0)
-    n_runs = 6000
-    counts = count_continuations(target, draft, lambda seed: Sampling(temperature, top_k, top_p, seed), verify, n_runs, 3)
-    reference.check_counts(counts, expected, 12)
+    counts = Counter()
+    for seed in range(6000):
+        counts[tuple(generate_tokens(target, draft, Sampling(*filters, seed), 3, verify, [BOS, 3], 3)[0])] += 1
+    reference.check_counts(counts, expect_outputs(target.config, [BOS, 3], 3, filters), 12)
 
 
 @pytest.mark.campaign
@@ -166,25 +157,11 @@ def test_continuations_follow_the_target_distribution(verify, filters):
 def test_a_drafter_without_probabilities_keeps_the_distribution(verify):
     """The first two tokens over 6, 6,000 seeds, with such a drafter and without; chi-square, false alarm below 1e-6 per case."""
     target, drafter = tiny_model(3, vocab=6, seq_len=64, scale=0.05), FakeDrafter(lambda *_: [3, 4])
-    counts = {}
+    counts = Counter()
     for seed in range(6000):
         verifier = VERIFIERS[verify](6, Sampling(1.0, 0, 1.0, seed))
-        tokens = tuple(get_tokens(decode(target.new_cache(), drafter, verifier, [BOS, 3], 2, FixedLength(2))))
-        counts[tokens] = counts.get(tokens, 0) + 1
-    expected = {}
-    tensors = random_tensors(target.config, 3, 0.05)
-    for first, p in enumerate(reference.probabilities(reference.forward(target.config, tensors, [BOS, 3])[-1], 1.0, 0, 1.0)):
-        if first in END_MARKS:
-            expected[()] = expected.get((), 0) + 6000 * p
-            continue
-        after = reference.probabilities(reference.forward(target.config, tensors, [BOS, 3, first])[-1], 1.0, 0, 1.0)
-        for second, q in enumerate(after):
-            cell = (first,) if second in END_MARKS else (first, second)
-            expected[cell] = expected.get(cell, 0) + 6000 * p * q
-    assert set(counts) <= set(expected)
-    assert min(expected.values()) > 8
-    chi = sum((counts.get(cell, 0) - e) ** 2 / e for cell, e in expected.items())
-    assert chi < reference.chi_square_limit(len(expected) - 1, 4.8)
+        counts[tuple(get_tokens(decode(target.new_cache(), drafter, verifier, [BOS, 3], 2, FixedLength(2))))] += 1
+    reference.check_counts(counts, expect_outputs(target.config, [BOS, 3], 2))
 
 
 def make_broken_model(seed):

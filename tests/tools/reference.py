@@ -469,17 +469,18 @@ def chi_square_limit(degrees: int, sigmas: float) -> float:
     return degrees * (1 - a + sigmas * math.sqrt(a)) ** 3
 
 
-def check_counts(counts: dict[tuple[int, ...], int], expected: dict[tuple[int, ...], float], min_cells: int) -> None:
+def check_counts(counts: dict, expected: dict, min_cells: int | None = None) -> None:
     """Check counts of outcomes against their probabilities by chi-square, with a false alarm below 1e-6.
 
-    Outcomes that are expected less than 8 times are one cell; at least min_cells others must be left.
+    Outcomes that are expected less than 8 times are one cell; at least min_cells others must be left, by default all.
     """
     assert set(counts) <= set(expected)
     n_runs = sum(counts.values())
     big = {cell: n_runs * p for cell, p in expected.items() if n_runs * p >= 8}
-    assert len(big) >= min_cells
+    assert len(big) >= (min_cells or len(expected))
     rest = n_runs - sum(big.values())
     chi_square = sum((counts.get(cell, 0) - e) ** 2 / e for cell, e in big.items())
     if rest >= 8:
         chi_square += (sum(n for cell, n in counts.items() if cell not in big) - rest) ** 2 / rest
-    assert chi_square < chi_square_limit(len(big), 4.8)
+    n_cells = len(big) + (len(big) < len(expected))
+    assert chi_square < chi_square_limit(n_cells - 1, 4.8)

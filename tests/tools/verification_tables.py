@@ -1,5 +1,8 @@
 """Models that are tables of probabilities."""
 
+import itertools
+import math
+
 import numpy as np
 
 from specdec.draft.draft_length import FixedLength
@@ -20,6 +23,11 @@ class Table(FakeCache):
 
     def forward(self, tokens, n_logits=1):
         return np.log(self.probs[tokens[len(tokens) - n_logits :]]).astype(np.float32)
+
+    def expect(self, n):
+        """Return the probability of each sequence of n tokens after token 0."""
+        sequences = itertools.product(range(self.vocab_size), repeat=n)
+        return {tokens: math.prod(self.probs[a][b] for a, b in itertools.pairwise((0, *tokens))) for tokens in sequences}
 
 
 def row(values):
