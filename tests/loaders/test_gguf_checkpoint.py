@@ -3,7 +3,6 @@
 import math
 import struct
 import time
-import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from specdec.quant.packed_matrix import pack_matrix
 from specdec.runtime.memory import all_finite
 from tests.tools import hf_folders
 from tests.tools.block_tensors import block_model
+from tests.tools.checkpoint_files import limit_memory
 from tests.tools.configs import make_gemma3_layers, override_full_layers, replace_config
 from tests.tools.gguf_files import (
     BLOCK_SIZES,
@@ -428,13 +428,8 @@ def compile_finite_check() -> None:
 def get_refusal(path: Path) -> str:
     """Return the error message: one short line that names the file's folder, raised quickly and with little memory."""
     begin = time.monotonic()
-    tracemalloc.start()
-    try:
-        with pytest.raises(CheckpointError) as caught:
-            read_all_tensors(load_checkpoint(path))
-        assert tracemalloc.get_traced_memory()[1] < 2**24
-    finally:
-        tracemalloc.stop()
+    with limit_memory(2**24), pytest.raises(CheckpointError) as caught:
+        read_all_tensors(load_checkpoint(path))
     assert time.monotonic() - begin < 5
     message = str(caught.value)
     assert str(path.parent) in message and "\n" not in message

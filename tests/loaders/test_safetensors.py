@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import tracemalloc
 import zlib
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 from specdec.loaders import CheckpointError
 from specdec.loaders.safetensors import SafetensorsFile
 from tests.tools import hf_folders
+from tests.tools.checkpoint_files import limit_memory
 from tests.tools.hf_folders import join_safetensors, safetensors_bytes
 
 ARRAYS = {
@@ -138,7 +138,8 @@ DAMAGES: dict[str, tuple[bytes, str]] = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_rejected(tmp_path: Path, damage: str) -> None:
     data, word = DAMAGES[damage]
-    message = get_message(tmp_path / "model.safetensors", data)
+    with limit_memory((1 << 20) + 20 * len(data)):
+        message = get_message(tmp_path / "model.safetensors", data)
     assert word in message
     message.encode()
 
@@ -146,16 +147,6 @@ def test_a_damaged_file_is_rejected(tmp_path: Path, damage: str) -> None:
 def test_a_git_lfs_pointer_is_reported_with_advice(tmp_path: Path) -> None:
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n"
     assert "git lfs pull" in get_message(tmp_path / "model.safetensors", pointer)
-
-
-def test_a_damaged_header_allocates_no_memory(tmp_path: Path) -> None:
-    tracemalloc.start()
-    try:
-        for name in ("header of 2^60 bytes", "header beyond the file", "offsets past the end"):
-            get_message(tmp_path / "model.safetensors", DAMAGES[name][0])
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    finally:
-        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(("dtype", "words"), [("U8", r'"d" is "U8"; expected F32, F16, BF16'), ("F3\nE1M1", r"F3\\nE1M1")])

@@ -1,7 +1,9 @@
 """Checkpoints, tokenizers and damaged files for the tests, written from the formats' descriptions."""
 
 import struct
-from collections.abc import Callable, Iterable, Mapping
+import tracemalloc
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +23,18 @@ V1_NAMES = ("rms_att", "rms_ffn", "rms_final", "tok_emb", "wq", "wk", "wv", "wo"
 FIELDS = ("dim", "hidden_dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "seq_len")
 V1_HEADER = 256
 FIRST_TEXT_TOKEN = 3 + 256  # after <unk>, BOS, EOS and the bytes
+
+
+@contextmanager
+def limit_memory(n_bytes: float) -> Iterator[None]:
+    """Fail if the block allocates n_bytes or more at once, whether it raises or not."""
+    tracemalloc.start()
+    try:
+        yield
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < n_bytes, f"{peak} bytes"
 
 
 def random_tensors(config: ModelConfig, seed: int, scale: float = 0.3) -> dict[str, Float32]:
@@ -165,6 +179,7 @@ def make_corruptions(version: int) -> dict[str, Corruption]:
         "header alone": Corruption(lambda data: data[: 28 if version == 0 else V1_HEADER], "truncated"),
         "half": Corruption(lambda data: data[: len(data) // 2], "truncated"),
         "one byte short": Corruption(lambda data: data[:-1], "truncated"),
+        "one number short": Corruption(lambda data: data[:-4], "truncated"),
         "one byte long": Corruption(lambda data: data + b"\0", "too long"),
         "twice": Corruption(lambda data: data + data, "too long"),
         "text": Corruption(lambda data: b"Once upon a time, there was a little girl named Lily. " * 20, ""),
