@@ -55,7 +55,7 @@ from specdec.runtime.op_program import (
     run_on_all_threads,
 )
 from specdec.runtime.parallel_region import get_available_threads
-from specdec.runtime.simd import HAS_AVX512, MAX_TILE_TOKENS, N_REGISTERS, PANEL_ROWS, Float32, ceil_div, fma
+from specdec.runtime.simd import HAS_AVX512, LINE_BYTES, MAX_TILE_TOKENS, N_REGISTERS, PANEL_ROWS, Float32, ceil_div, fma
 from specdec.runtime.work_stealing import get_chunk_range
 
 BLOCK_COLUMNS = 4
@@ -192,7 +192,7 @@ def make_packed_tile(look_up: CompiledFunction, shape: TileShape) -> Callable[..
         p.n is the number of blocks, p.stride the number of bytes from the first to the end of the matrix. `xs`, `outs` and `sums`
         are tuples with an element for each token.
         """
-        xs, step = split_tokens(p.x.start, p.x.stride), p.ahead_step // n_row_blocks
+        xs, step = split_tokens(p.x.start, p.x.stride), p.line_step * BLOCK_BYTES // (LINE_BYTES * n_row_blocks)
         blocks = PanelBlocks(point_to_bytes(p.w, 0), p.n, p.stride)
         for row in range(0, PANEL_ROWS, rows):
             outs = split_tokens(get_out(p.out.start, row), p.out.stride)

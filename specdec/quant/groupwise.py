@@ -40,7 +40,19 @@ from specdec.runtime.op_program import (
     kernel,
     run_on_all_threads,
 )
-from specdec.runtime.simd import LANES, LINE_WORDS, PANEL_ROWS, Array, Float32, add, ceil_div, extract_lane, fma, load_byte, mul
+from specdec.runtime.simd import (
+    LANES,
+    LINE_WORDS,
+    PANEL_ROWS,
+    Array,
+    Float32,
+    add,
+    ceil_div,
+    extract_lane,
+    fma,
+    load_byte,
+    mul,
+)
 from specdec.runtime.work_stealing import get_chunk_range
 
 PANEL_FP16_WORDS = PANEL_ROWS // 2  # words of one fp16 number per row
@@ -402,7 +414,6 @@ def make_group_tile(layout: GroupLayout, dot: Dot4, shape: TileShape) -> Callabl
     x_words = GROUP_HEADER_WORDS + group_size // BYTES_PER_WORD
     block_words, codes_offset = layout.block_words, layout.codes_offset
     n_scale_blocks = int(layout.has_row_scales)
-    step_words = block_words // (block_words // PANEL_ROWS)  # that p.ahead_step covers
     header_lines = ceil_div(codes_offset if n_groups > 1 or layout.has_long_groups else block_words, LINE_WORDS)
     unit_lines = unit_words // LINE_WORDS if n_groups > 1 else 0
 
@@ -414,10 +425,9 @@ def make_group_tile(layout: GroupLayout, dot: Dot4, shape: TileShape) -> Callabl
         """
         row_scales_at = (p.n - 1) * block_words
         xs, x_floats = split_tokens(get_words(p.x.start, 0), p.x.stride), split_tokens(get_out(p.x.start, 0), p.x.stride)
-        line_step = p.ahead_step * LINE_WORDS // step_words
         for row in range(0, PANEL_ROWS, rows):
             outs = split_tokens(get_out(p.out.start, row), p.out.stride)
-            share = line_step // n_row_blocks  # of the lines to prefetch
+            share = p.line_step // n_row_blocks
             word_share = PANEL_ROWS // LINE_WORDS * share
             ahead = tile_simd.advance(p.ahead, row // rows * share * (p.n * block_words // LINE_WORDS))
             totals = start_sums(outs, rows, n_tokens, p.accumulate)
@@ -426,11 +436,11 @@ def make_group_tile(layout: GroupLayout, dot: Dot4, shape: TileShape) -> Callabl
                 at = block * block_words
                 block_start = tile_simd.advance(p.w, at)
                 for line in range(0, header_lines, n_row_blocks):
-                    tile_simd.prefetch(ahead, at // LINE_WORDS * share + line // n_row_blocks * line_step, 1)
+                    tile_simd.prefetch(ahead, at // LINE_WORDS * share + line * share, 1)
                 for unit in range(n_units):
                     unit_at = at + codes_offset + unit * unit_words
                     for line in range(0, unit_lines, n_row_blocks):
-                        tile_simd.prefetch(ahead, unit_at // LINE_WORDS * share + line // n_row_blocks * line_step, 1)
+                        tile_simd.prefetch(ahead, unit_at // LINE_WORDS * share + line * share, 1)
                     words = get_words(p.w, unit_at + row)
                     unit_ahead = tile_simd.advance(ahead, unit_at // LINE_WORDS * share)
                     for i_group in range(unit_groups):

@@ -25,6 +25,7 @@ from specdec.runtime.simd import (
     FP32_STORAGE,
     INT32_STORAGE,
     LANES,
+    LINE_WORDS,
     PANEL_ROWS,
     Float32,
     absolute,
@@ -70,7 +71,7 @@ def make_int8_tile(dot: Dot4, shape: TileShape) -> Callable[..., None]:
         number of groups, p.stride the words of a group. The tuples of `xs` and the sums have an element for each token.
         """
         n_words, x_words = p.stride, GROUP_HEADER_WORDS + p.stride
-        group_words, step = (1 + n_words) * PANEL_ROWS, p.ahead_step // n_blocks
+        group_words, step = (1 + n_words) * PANEL_ROWS, p.line_step * rows // LINE_WORDS  # of a word's prefetch
         xs = split_tokens(get_words(p.x.start, 0), p.x.stride)
         x_scales = split_tokens(get_floats(p.x.start, 0), p.x.stride)
         for block in range(n_blocks):
@@ -145,9 +146,9 @@ def make_activation_getter(zero_point: int) -> CompiledFunction:
 
     @inlined
     def get_activations(run, thread, p, n_tokens):
-        """Return this thread's activations x quantized to int8, as a tile over groups takes them, and the weight words per group.
+        """Return this thread's activations x quantized to int8, as a tile over groups takes them, and the words of an int8 group.
 
-        Quantizes x into the thread's scratch in its first chunk of the phase.
+        Quantizes x into the thread's scratch in its first chunk of the phase: x of one thread would need a phase of its own.
         """
         codes = p.scratch[thread]
         if run.is_first_chunk:

@@ -33,7 +33,7 @@ get_number = tile_simd.load_number if N_REGISTERS == 32 else tile_simd.advance
 def multiply_reference(out, w, x):
     """out[t, R p + r] = sum over k of w[p, k, r] * x[t, k], in ascending k, each product added with one rounding.
 
-    The definition of a matmul: every tile over floats gives these bits. Tests and the root's kernels.py compare with it.
+    The definition of a matmul: every tile over floats gives these bits, which tests compare.
     """
     n_panels, n, rows = w.shape
     for t in range(x.shape[0]):
@@ -86,17 +86,17 @@ class TileArgs(NamedTuple):
         out: `Rows` of sums, PANEL_ROWS floats each.
         w: Pointer to the panel of weights.
         ahead: Pointer to where the prefetch starts.
-        ahead_step: Bytes to prefetch per k, or per word of a group.
+        line_step: Bytes of the prefetch for each line of weights: LINE_BYTES, or less if several tiles share it.
         x: `Rows` of activations, as floats or as the weight format quantizes them.
         n: Columns, groups or blocks.
-        stride: Number that only some tiles need, see there.
+        stride: Items to the second panel of a pair, words of a group of int8, or bytes to the end of a matrix of 12 bits.
         accumulate: Whether to add to out.
     """
 
     out: Rows
     w: tile_simd.PointerType
     ahead: tile_simd.PointerType
-    ahead_step: int
+    line_step: int
     x: Rows
     n: int
     stride: int
@@ -108,7 +108,7 @@ point_to_floats, point_to_bytes, point_by_dtype = map(tile_simd.make_pointer_get
 
 @jitable
 def add_product(sums, w, x):
-    """Return sums + w * x, the arithmetic of a tile over floats."""
+    """Return sums + w * x, with the arguments of `dot4`."""
     return fma(w, x, sums)
 
 
@@ -152,14 +152,15 @@ def make_float_tile(storage: simd.StorageDtype | None, shape: TileShape) -> Call
         xs, outs and sums are tuples with a pointer or a vector for each token. `fma` multiplies the weights of a column by the
         number that each token has there, and adds each product to the token's sums.
         """
-        xs, step, whole = split_tokens(p.x.start, p.x.stride), p.ahead_step // n_blocks, p.n // UNROLL * UNROLL
-        n_bytes = UNROLL * PANEL_ROWS * tile_simd.get_item_bytes(get_weights(p.w, 0)) // n_blocks  # to prefetch in an iteration
+        xs, whole = split_tokens(p.x.start, p.x.stride), p.n // UNROLL * UNROLL
+        column_bytes = PANEL_ROWS * tile_simd.get_item_bytes(get_weights(p.w, 0)) // n_blocks
+        step = p.line_step * column_bytes // LINE_BYTES  # bytes to prefetch for each column
         for block in range(n_blocks):
             outs = split_tokens(get_out(p.out.start, block * rows), p.out.stride)
             w, ahead = tile_simd.advance(get_weights(p.w, 0), block * rows), tile_simd.advance(p.ahead, block * step * p.n)
             sums = start_sums(outs, rows, n_tokens, p.accumulate)
             for k in range(0, whole, UNROLL):
-                prefetch_lines(ahead, k * step, n_bytes)
+                prefetch_lines(ahead, k * step, UNROLL * column_bytes)
                 for i in range(k, k + UNROLL):
                     sums = fma(tile_simd.load_vector(w, i * PANEL_ROWS), get_number(xs, i), sums)
             for k in range(whole, p.n):
@@ -178,15 +179,15 @@ def make_pair_tile(shape: TileShape) -> Callable[..., None]:
     def tile(n_tokens, p):
         """out[t, r] (+)= sum over k of w[k, r] * x[t, k] for the rows r of two panels, and tokens t < n_tokens."""
         xs, low, high = split_tokens(p.x.start, p.x.stride), get_weights(p.w, 0), get_weights(p.w, p.stride)
-        item_bytes = tile_simd.get_item_bytes(low)
+        column_bytes, to_high = PANEL_ROWS * tile_simd.get_item_bytes(low), p.stride * tile_simd.get_item_bytes(low)
         low_out = split_tokens(get_out(p.out.start, 0), p.out.stride)
         high_out = split_tokens(get_out(p.out.start, PANEL_ROWS), p.out.stride)
         low_sums = start_sums(low_out, PANEL_ROWS, n_tokens, p.accumulate)
         high_sums = start_sums(high_out, PANEL_ROWS, n_tokens, p.accumulate)
         whole = p.n // UNROLL * UNROLL
         for k in range(0, whole, UNROLL):
-            prefetch_lines(p.ahead, k * p.ahead_step, UNROLL * PANEL_ROWS * item_bytes)
-            prefetch_lines(p.ahead, k * p.ahead_step + p.stride * item_bytes, UNROLL * PANEL_ROWS * item_bytes)
+            prefetch_lines(p.ahead, k * column_bytes, UNROLL * column_bytes)
+            prefetch_lines(p.ahead, k * column_bytes + to_high, UNROLL * column_bytes)
             for i in range(k, k + UNROLL):
                 low_sums = fma(tile_simd.load_vector(low, i * PANEL_ROWS), get_number(xs, i), low_sums)
                 high_sums = fma(tile_simd.load_vector(high, i * PANEL_ROWS), get_number(xs, i), high_sums)
@@ -270,15 +271,15 @@ class MatmulSlice(NamedTuple):
 
 
 @inlined
-def multiply_panels(tile, limits, out, w, x, group_words, part, accumulate):
+def multiply_panels(tile, limits, out, w, x, stride, part, accumulate):
     """out[t] (+)= W x[t] for the panels and tokens of a `MatmulSlice`, by a `Tile` with its (max_tokens, max_full_panel_tokens).
 
-    The tile runs over k, or over groups of group_words. With several row blocks or tiles, the first finds its panel in the cache:
-    each of the earlier ones has prefetched a share of it, so memory is never idle while they compute. On Zen 5 that takes 0.89
-    and 0.94 of the time at 16 and 64 tokens in fp32, 0.95 and 0.97 in int8.
+    A tile over all rows prefetches from its own panel. With several row blocks or tiles, the first finds its panel in the cache:
+    each of the earlier ones has prefetched a part of it, so memory is never idle while they compute. On Zen 5 that takes 0.89
+    and 0.94 of the time at 16 and 64 tokens in fp32, 0.95 and 0.97 in int8. stride: See `TileArgs`.
     """
     n_tiles, words = ceil_div(part.n_tokens, limits[0]), w.shape[1] * w.shape[2]
-    ahead_step = ceil_div(w.shape[2] // (group_words + 1), n_tiles) * FLOAT_BYTES
+    line_step = ceil_div(LINE_WORDS, n_tiles) * FLOAT_BYTES
     for panel in range(part.first, part.last):
         start = panel * words
         for i in range(n_tiles):
@@ -287,10 +288,8 @@ def multiply_panels(tile, limits, out, w, x, group_words, part, accumulate):
             out_start = point_to_floats(out, t * out.shape[1] + (part.out_panel_offset + panel) * PANEL_ROWS)
             x_rows = Rows(point_to_floats(x, t * x.shape[1]), x.shape[1])
             weights, ahead_start = point_to_floats(w, start), point_to_bytes(w, ahead)
-            args = TileArgs(
-                Rows(out_start, out.shape[1]), weights, ahead_start, ahead_step, x_rows, w.shape[1], group_words, accumulate != 0
-            )
-            tile(end - t, args)
+            out_rows = Rows(out_start, out.shape[1])
+            tile(end - t, TileArgs(out_rows, weights, ahead_start, line_step, x_rows, w.shape[1], stride, accumulate != 0))
 
 
 class Panels(NamedTuple):
@@ -320,13 +319,12 @@ def multiply_stored_panels(out, w, x, n, n_tokens, accumulate):
     With up to MAX_PAIR_TOKENS tokens, a tile covers two panels: one has so few sums that each addition would wait for the
     previous one. Attention over 1,000 positions takes 0.88 (f16) and 0.94 (q8) of the time for one token.
     """
-    item_bytes = tile_simd.get_item_bytes(w.start)
     panel = 0
     while panel < w.n_panels:
         start = tile_simd.advance(w.start, panel * w.stride)
         ahead = point_to_bytes(tile_simd.advance(start, w.ahead), 0)
         rows = Rows(tile_simd.advance(out.start, panel * PANEL_ROWS), out.stride)
-        args = TileArgs(rows, start, ahead, PANEL_ROWS * item_bytes, x, n, w.stride, accumulate)
+        args = TileArgs(rows, start, ahead, LINE_BYTES, x, n, w.stride, accumulate)
         if n_tokens <= MAX_PAIR_TOKENS and panel + 1 < w.n_panels:
             pair_tile_by_dtype(n_tokens, args)
             panel += 2
@@ -385,16 +383,16 @@ def make_matmul(tile: Tile, get_activations: CompiledFunction) -> Callable[..., 
 
     Args:
         tile: The tile.
-        get_activations: Inlined function (run, thread, args, n_tokens) that returns x in the form that the tile takes, and the
-            words per group (`stride` of the tile).
+        get_activations: Inlined function (run, thread, args, n_tokens) that returns x in the form that the tile takes, and its
+            `stride`.
     """
     limits = tile.max_tokens, tile.max_full_panel_tokens
 
     def matmul(run: ForwardContext, thread: int, p: MatmulArgs) -> None:
         first, last = get_chunk_panels(run, p)
         n_tokens = run.n_logits if p.logits_only else run.n_tokens
-        x, group_words = get_activations(run, thread, p, n_tokens)
-        multiply_panels(tile, limits, p.out, p.w, x, group_words, MatmulSlice(first, last, n_tokens, p.first_panel), p.accumulate)
+        x, stride = get_activations(run, thread, p, n_tokens)
+        multiply_panels(tile, limits, p.out, p.w, x, stride, MatmulSlice(first, last, n_tokens, p.first_panel), p.accumulate)
 
     return matmul
 
@@ -408,7 +406,7 @@ def make_expert_matmul(tile: Tile, get_activations: CompiledFunction) -> Callabl
     limits = tile.max_tokens, tile.max_full_panel_tokens
 
     def expert_matmul(run: ForwardContext, thread: int, p: ExpertMatmulArgs) -> None:
-        rows, group_words = get_activations(run, thread, p, run.n_tokens * max(p.per_token, 1))
+        rows, stride = get_activations(run, thread, p, run.n_tokens * max(p.per_token, 1))
         starts, slot_tokens, gathered = p.starts[thread], p.tokens[thread], p.gathered[thread]
         expert_panels = p.w.shape[0] // (starts.size - 1)
         first, last = get_chunk_range(expert_panels // p.unit, run.chunk, run.n_chunks)
@@ -427,7 +425,7 @@ def make_expert_matmul(tile: Tile, get_activations: CompiledFunction) -> Callabl
                 x = gathered[:n]
             w = p.w[expert * expert_panels : (expert + 1) * expert_panels]
             matmul_slice = MatmulSlice(p.unit * first, p.unit * last, n, 0)
-            multiply_panels(tile, limits, p.out[start:end], w, x, group_words, matmul_slice, False)
+            multiply_panels(tile, limits, p.out[start:end], w, x, stride, matmul_slice, False)
 
     return expert_matmul
 

@@ -1,7 +1,7 @@
-"""The CPU topology of this machine: its fast and slow cores, the threads that they run, and its NUMA nodes.
+"""The CPU topology of this machine: its fast and slow cores, and the threads that they run.
 
-Linux reports it in /sys (topology, cpu_capacity on ARM, cpu_core and cpu_atom of Intel's hybrids, node), and limits by cgroups
-and affinity. macOS reports it by sysctl (hw.perflevel), Windows by GetLogicalProcessorInformationEx. Without a report, all cores
+Linux reports it in /sys (topology, cpu_capacity on ARM, cpu_core and cpu_atom of Intel's hybrids), and limits by cgroups and
+affinity. macOS reports it by sysctl (hw.perflevel), Windows by GetLogicalProcessorInformationEx. Without a report, all cores
 count as alike.
 """
 
@@ -24,20 +24,18 @@ RELATION_PROCESSOR_CORE, RECORD_HEADER_BYTES, EFFICIENCY_OFFSET, MASK_OFFSET = 0
 
 
 class CpuTopology(NamedTuple):
-    """The CPU cores, hardware threads and NUMA nodes that this process may use.
+    """The CPU cores and hardware threads that this process may use.
 
     Attributes:
         n_fast: Fast cores.
         n_slow: Slow cores.
         n_threads: Hardware threads of all these cores.
-        n_nodes: NUMA nodes.
         quota: Whole cores' worth of CPU time that the process may use; 0: no limit. One thread more would be throttled.
     """
 
     n_fast: int
     n_slow: int
     n_threads: int
-    n_nodes: int = 1
     quota: int = 0
 
     def get_thread_choices(self, max_threads: int) -> list[int]:
@@ -73,7 +71,7 @@ def read_linux_topology(
 
     Args:
         allowed: Numbers of the CPUs that this process may use.
-        system: Folder with the cpu and node folders.
+        system: Folder with the cpu folder.
         cgroup: The cpu.max file of the root cgroup.
         own_cgroups: File that lists the cgroups of this process.
 
@@ -93,10 +91,7 @@ def read_linux_topology(
     cores = {*siblings.values()}
     n_slow = sum(bool(core & slow) for core in cores)
     n_slow = n_slow if n_slow < len(cores) else 0  # without fast cores none is slow
-    nodes = [parse_cpu_list(path.read_text()) & {*allowed} for path in sorted((system / "node").glob("node[0-9]*/cpulist"))]
-    return CpuTopology(
-        len(cores) - n_slow, n_slow, len(siblings), max(sum(map(bool, nodes)), 1), _find_quota(cgroup, own_cgroups)
-    )
+    return CpuTopology(len(cores) - n_slow, n_slow, len(siblings), _find_quota(cgroup, own_cgroups))
 
 
 def _find_quota(cgroup: Path, own_cgroups: Path) -> int:
@@ -196,14 +191,3 @@ def get_topology() -> CpuTopology:
 def get_thread_choices() -> list[int]:
     """Return the thread counts that may be fastest on this machine, the likeliest first."""
     return get_topology().get_thread_choices(get_available_threads())
-
-
-def bind_threads_to_numa_nodes() -> None:
-    """Set OpenMP's environment variables to keep threads on their own cores, in node order, if there are several NUMA nodes.
-
-    Call it before threads start. Variables that the user has set are kept. What it gains is not measured: no machine with several
-    nodes was available.
-    """
-    if get_topology().n_nodes > 1:
-        os.environ.setdefault("OMP_PROC_BIND", "close")
-        os.environ.setdefault("OMP_PLACES", "cores")

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from specdec.runtime.code_cache import CompiledFunction, compiled
-from specdec.runtime.cpu_topology import get_topology
 from specdec.runtime.op_program import Floats1, ForwardContext, Halves1, Kernel, kernel, run_on_all_threads
 from specdec.runtime.parallel_region import get_available_threads
 from specdec.runtime.simd import LANES, LINE_WORDS, Array, Float32, ceil_div, fma, load, load_bf16, reduce_add, round_up, splat
@@ -94,9 +93,7 @@ class Arena:
         start = round_up(self._used, LINE_WORDS)
         self._used = start + math.prod(shape)
         if self._used > self._touched:
-            # With several NUMA nodes, touch each array by itself, split as the threads will read it.
-            touch_ahead = TOUCH_AHEAD_WORDS if get_topology().n_nodes == 1 else 0
-            end = max(min(self._used + touch_ahead, self._n), self._used)
+            end = max(min(self._used + TOUCH_AHEAD_WORDS, self._n), self._used)
             touch_pages(self._floats[self._touched : end])
             self._touched = end
         return self._floats[start : self._used].reshape(shape)

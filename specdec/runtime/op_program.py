@@ -27,7 +27,6 @@ from numba.np.numpy_support import as_dtype
 
 from specdec.runtime import work_stealing
 from specdec.runtime.code_cache import MachineCodeCache, compile_callback, jitable, make_dispatcher
-from specdec.runtime.cpu_topology import bind_threads_to_numa_nodes
 from specdec.runtime.parallel_region import get_available_threads, pause, run_on_threads
 from specdec.runtime.simd import Array, Float32, Int64, UInt16, atomic_store, call_address, load_word, make_tuple_loader
 
@@ -112,7 +111,6 @@ class BatchEntry(NamedTuple):
 
 Program = Sequence[Sequence[Op]]  # phases of ops
 
-bind_threads_to_numa_nodes()  # the threads start with the first region
 WORD_BYTES = 8
 POS_WORD, N_THREADS_WORD = (ForwardContext._fields.index(name) for name in ("pos", "n_threads"))
 N_CONTEXT_WORDS = ForwardContext._fields.index("chunk")  # fields that all chunks share

@@ -14,15 +14,12 @@ from specdec.runtime.cpu_topology import (
 )
 
 
-def make_sysfs(folder: Path, siblings: list[str], nodes: tuple[str, ...] = ("0-999",), **files: str) -> Path:
-    """Create a folder like /sys/devices/system: the CPUs that share a core with each CPU, the nodes' CPUs, and other files."""
+def make_sysfs(folder: Path, siblings: list[str], **files: str) -> Path:
+    """Create a folder like /sys/devices/system: the CPUs that share a core with each CPU, and other files."""
     root = folder / "devices" / "system"
     for cpu, cpus in enumerate(siblings):
         (root / "cpu" / f"cpu{cpu}" / "topology").mkdir(parents=True)
         (root / "cpu" / f"cpu{cpu}" / "topology" / "thread_siblings_list").write_text(cpus + "\n")
-    for i, cpus in enumerate(nodes):
-        (root / "node" / f"node{i}").mkdir(parents=True)
-        (root / "node" / f"node{i}" / "cpulist").write_text(cpus + "\n")
     for name, content in files.items():
         path = folder / "devices" / name.replace("__", "/")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,12 +64,6 @@ def test_slow_cores_count_as_fast_if_only_they_are_allowed(tmp_path: Path) -> No
     assert read_linux_topology(range(4, 12), make_sysfs(tmp_path, LAPTOP, cpu_atom__cpus="4-11"), tmp_path / "no") == CpuTopology(
         8, 0, 8
     )
-
-
-def test_two_sockets_are_two_nodes_if_both_are_allowed(tmp_path: Path) -> None:
-    root = make_sysfs(tmp_path, ONE_THREAD_CORES, ("0-5", "6-11", ""))
-    assert read_linux_topology(range(12), root, tmp_path / "no") == CpuTopology(12, 0, 12, n_nodes=2)
-    assert read_linux_topology(range(6), root, tmp_path / "no") == CpuTopology(6, 0, 6, n_nodes=1)
 
 
 @pytest.mark.parametrize(
