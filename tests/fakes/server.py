@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from specdec import Step
+from specdec import SpeculativeDecoder, Step
 from specdec.engine.metrics import Metrics
 from specdec.engine.request import GenerationRequest
 from specdec.engine.sequence import Client
@@ -42,6 +42,18 @@ class FakeScheduler:
 
 def make_state(model: ServedModel, scheduler: Any) -> ServerState:
     return ServerState(make_single_model_manager(ModelInstance(model, scheduler, 1)))
+
+
+def make_app(
+    model: ServedModel | SpeculativeDecoder, scheduler: Any, keys: Sequence[str] = (), log: list[str] | None = None
+) -> Any:
+    """Return the app over a scheduler, for requests to localhost; a decoder is served as `talker`."""
+    from specdec.server.access_control import AuthMiddleware
+    from specdec.server.app import Endpoints
+
+    if isinstance(model, SpeculativeDecoder):
+        model = ServedModel("talker", model, model.chat_template)
+    return AuthMiddleware(Endpoints(make_state(model, scheduler)), keys, {"localhost"}, ([] if log is None else log).append)
 
 
 def step(text: str, stop_reason: str | None = None, **fields: Any) -> Step:

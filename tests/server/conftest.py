@@ -7,7 +7,6 @@ import pytest
 
 from specdec import SpeculativeDecoder
 from specdec.server.engine_thread import EngineThread
-from specdec.server.generation_fields import ServedModel
 
 
 @pytest.fixture(scope="module")
@@ -27,13 +26,10 @@ def scheduler(decoder: SpeculativeDecoder) -> Iterator[EngineThread]:
 
 @pytest.fixture(scope="module")
 def make_test_app(decoder: SpeculativeDecoder, scheduler: EngineThread) -> Callable[..., Any]:
-    from specdec.server.access_control import AuthMiddleware
-    from specdec.server.app import Endpoints
-    from tests.fakes.server import make_state
+    from tests.fakes.server import make_app
 
-    def app(scheduler: Any = scheduler, keys: tuple[str, ...] = (), log: list[str] | None = None) -> Any:
-        state = make_state(ServedModel("talker", decoder, decoder.chat_template), scheduler)
-        return AuthMiddleware(Endpoints(state), keys, {"localhost"}, (log if log is not None else []).append)
+    def app(scheduler: Any = scheduler, **options: Any) -> Any:
+        return make_app(decoder, scheduler, **options)
 
     return app
 

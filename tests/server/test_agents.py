@@ -8,8 +8,6 @@ import pytest
 
 from specdec import Prompt, SpeculativeDecoder
 from specdec.server import anthropic_messages, field_validation, generation_response
-from specdec.server.access_control import AuthMiddleware
-from specdec.server.app import Endpoints
 from specdec.server.field_validation import EXTRAS, APIError, log_once, skip_extra
 from specdec.server.generation_fields import ServedModel
 from specdec.server.infill import FILE_MARKS, INFILL_MARKS
@@ -20,7 +18,7 @@ from specdec.server.openai_responses_api import ResponsesFormatter, parse_respon
 from specdec.server.tool_parsers import HermesParser
 from specdec.text.chat_template import ChatTemplate
 from tests.fakes.asgi import send_request
-from tests.fakes.server import CHAT, COMPLETIONS, CONVERSATION, TOOL, FakeScheduler, make_state, step
+from tests.fakes.server import CHAT, COMPLETIONS, CONVERSATION, TOOL, FakeScheduler, make_app, step
 from tests.tools.hf_folders import FIXTURES
 from tests.tools.model_folders import make_chat_folder
 from tests.tools.server_requests import TokenScheduler
@@ -384,8 +382,7 @@ def test_an_infill_ends_at_the_tokens_that_follow_it(coder: ServedModel, is_stre
     for last, stop, expected in (
         ([405], [], ("eos", "")), ([404], [], ("eos", "")), ([], [], ("eos", "")), ([], [" - 1"], ("word", " - 1")),
     ):  # fmt: skip
-        state = make_state(coder, TokenScheduler(coder.decoder, [*text, *last, *text], 3))
-        app = AuthMiddleware(Endpoints(state), (), {"localhost"}, lambda line: None)
+        app = make_app(coder, TokenScheduler(coder.decoder, [*text, *last, *text], 3))
         body = {"input_prefix": "a", "input_suffix": "b", "stream": is_stream, "stop": stop, **hints}
         response = send_request(app, "/infill", body)
         if is_stream:
@@ -398,8 +395,7 @@ def test_an_infill_ends_at_the_tokens_that_follow_it(coder: ServedModel, is_stre
         assert content.strip().replace(") n", ")n") == whole
         assert (result["stop_type"], result["stopping_word"]) == expected and result["timings"]["predicted_n"] > 0
     names = ["content", "timings/prompt_n", "nothing/x"]
-    state = make_state(coder, TokenScheduler(coder.decoder, text, 3))
-    app = AuthMiddleware(Endpoints(state), (), {"localhost"}, lambda line: None)
+    app = make_app(coder, TokenScheduler(coder.decoder, text, 3))
     result = send_request(app, "/infill", {"input_prefix": "a", "response_fields": names}).json
     assert {*result} == {*names[:2]}
 
@@ -411,8 +407,7 @@ def test_an_infill_ends_at_the_tokens_that_follow_it(coder: ServedModel, is_stre
     ({"n_predict": 0}, "n_predict"), ({"t_max_predict_ms": "x"}, "t_max_predict_ms"), ({"input_prefix": "x " * 400}, "prompt"),
 ])  # fmt: skip
 def test_errors_of_an_infill_name_the_field(coder: ServedModel, body: dict[str, Any], param: str) -> None:
-    app = AuthMiddleware(Endpoints(make_state(coder, FakeScheduler())), (), {"localhost"}, lambda line: None)
-    response = send_request(app, "/infill", body)
+    response = send_request(make_app(coder, FakeScheduler()), "/infill", body)
     assert (response.status, response.error["param"]) == (400, param), response.body
 
 

@@ -16,7 +16,6 @@ import pytest
 from specdec import Prompt
 from specdec.engine.sequence import Client
 from specdec.loaders import optional_dependencies
-from specdec.server.access_control import AuthMiddleware
 from specdec.server.app import Endpoints
 from specdec.server.engine_thread import QueueFullError, ShutdownError
 from specdec.server.generation_fields import ServedModel
@@ -460,9 +459,8 @@ def test_random_bodies_cause_no_internal_errors(app, path, n_bodies):
     assert {200, 400} <= statuses
 
 
-def test_anthropic_clients_send_the_key_in_x_api_key(make_test_app, decoder, scheduler):
-    state = make_state(ServedModel("talker", decoder, decoder.chat_template), scheduler)
-    app = AuthMiddleware(Endpoints(state), ["secret"], {"localhost"}, lambda line: None)
+def test_anthropic_clients_send_the_key_in_x_api_key(make_test_app):
+    app = make_test_app(keys=["secret"])
     for headers, status in (({"x-api-key": "secret"}, 200), ({"x-api-key": "other"}, 401), ({}, 401)):
         assert send_request(app, MESSAGES, BODIES[MESSAGES], headers=headers).status == status
 

@@ -19,8 +19,6 @@ from specdec.engine.metrics import BUCKET_BOUNDS_S, Metrics, format_prometheus
 from specdec.events import TokenLogprob
 from specdec.server import access_control, body_limits, generation_response
 from specdec.server import app as server
-from specdec.server.access_control import AuthMiddleware
-from specdec.server.app import Endpoints
 from specdec.server.engine_thread import EngineThread, QueueFullError, ShutdownError
 from specdec.server.field_validation import MAX_BODY_DEPTH, APIError, parse_body
 from specdec.server.generation_fields import ServedModel, wrap_encoding_errors
@@ -30,7 +28,7 @@ from specdec.server.openai_chat import MessageParser
 from specdec.text.grammar_worker import WorkerLostError
 from specdec.text.structured_output import ConstraintError
 from tests.fakes.asgi import Response, send_request
-from tests.fakes.server import CHAT, COMPLETIONS, CONVERSATION, SAMPLING_FIELDS, TOOL, FakeScheduler, make_state, step
+from tests.fakes.server import CHAT, COMPLETIONS, CONVERSATION, SAMPLING_FIELDS, TOOL, FakeScheduler, make_app, step
 from tests.tools.server_requests import random_json
 from tests.tools.tool_calls import TAGGED_CALL
 
@@ -87,12 +85,10 @@ def test_greedy_sampling_by_temperature_top_k_or_top_p(app: Any, decoder: Specul
         assert response.json["choices"][0]["message"]["content"] == expected
 
 
-def test_missing_fields_use_the_default_sampling_of_the_server(
-    make_test_app: Callable[..., Any], decoder: SpeculativeDecoder
-) -> None:
+def test_missing_fields_use_the_default_sampling_of_the_server(decoder: SpeculativeDecoder) -> None:
     fake = FakeScheduler(Prompt([1], 0.0), step("a", "eos"))
     model = ServedModel("talker", decoder, decoder.chat_template, Sampling(0.6, 20, 0.8))
-    app = AuthMiddleware(Endpoints(make_state(model, fake)), (), {"localhost"}, [].append)  # type: ignore[arg-type]
+    app = make_app(model, fake)
     for body in ({}, {"temperature": 0.1}, {"top_p": 0.5, "top_k": 3}, {"top_p": 0}):
         assert send_request(app, COMPLETIONS, {"seed": 1, **body}).status == 200
     samplings = [(request.sampling.temperature, request.sampling.top_k, request.sampling.top_p) for request in fake.requests]
@@ -547,8 +543,7 @@ def test_an_aborted_stream_ends_with_a_finish_reason(make_test_app: Callable[...
 
 
 def test_a_model_without_a_template_points_to_completions(decoder: SpeculativeDecoder) -> None:
-    state = make_state(ServedModel("stories", decoder, None), FakeScheduler())
-    app = AuthMiddleware(Endpoints(state), (), {"localhost"}, [].append)  # type: ignore[arg-type]
+    app = make_app(ServedModel("stories", decoder, None), FakeScheduler())
     assert "/v1/completions" in send_request(app, CHAT, {"messages": CONVERSATION}).error["message"]
     assert send_request(app, "/v1/models").json["data"][0]["specdec"]["can_chat"] is False
 

@@ -7,12 +7,9 @@ import pytest
 
 from specdec import Prompt, SpeculativeDecoder, Step
 from specdec.loaders import optional_dependencies
-from specdec.server.access_control import AuthMiddleware
-from specdec.server.app import Endpoints
 from specdec.server.engine_thread import EngineThread
-from specdec.server.generation_fields import ServedModel
 from tests.fakes.asgi import send_request
-from tests.fakes.server import CHAT, CONVERSATION, TOOL, FakeScheduler, make_state
+from tests.fakes.server import CHAT, CONVERSATION, TOOL, FakeScheduler, make_app
 from tests.tools.model_folders import make_chat_folder
 from tests.tools.server_requests import MESSAGES, RESPONSES, TokenScheduler
 from tests.tools.thoughts import SOURCES, TOOLS, thinker  # noqa: F401
@@ -180,8 +177,7 @@ def make_thinker(tmp_path_factory):
         draft = folder / draft if draft == "draft" else draft
         decoder = SpeculativeDecoder(folder / "talker", draft, n_threads=1, gamma=4, verify=verify)
         schedulers.append(EngineThread(decoder, 8, 32, 10**8))
-        state = make_state(ServedModel("talker", decoder, decoder.chat_template), schedulers[-1])
-        return AuthMiddleware(Endpoints(state), (), {"localhost"}, lambda line: None), decoder
+        return make_app(decoder, schedulers[-1]), decoder
 
     yield make
     for scheduler in schedulers:

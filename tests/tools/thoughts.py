@@ -3,13 +3,10 @@
 import pytest
 
 from specdec import SpeculativeDecoder
-from specdec.server.access_control import AuthMiddleware
-from specdec.server.app import Endpoints
 from specdec.server.engine_thread import EngineThread
-from specdec.server.generation_fields import ServedModel
 from specdec.server.infill import INFILL_MARKS
 from specdec.text.reasoning import HARMONY_MARKS, MUSE_GLIMMER_MARKS, TemplateMarks
-from tests.fakes.server import make_state
+from tests.fakes.server import make_app
 from tests.tools.model_folders import make_chat_folder
 
 THINK = TemplateMarks("<think>", "</think>")
@@ -84,8 +81,7 @@ def thinker(tmp_path_factory):
     path = make_chat_folder(tmp_path_factory.mktemp("thinking") / "talker", "{{ messages[0].content }}", marks)
     decoder = SpeculativeDecoder(path, "lookup", n_threads=1, gamma=4)
     scheduler = EngineThread(decoder, 4, 32, 10**8)
-    state = make_state(ServedModel("talker", decoder, decoder.chat_template), scheduler)
-    yield AuthMiddleware(Endpoints(state), (), {"localhost"}, lambda line: None), decoder.chat_template
+    yield make_app(decoder, scheduler), decoder.chat_template
     scheduler.close(0.0)
 
 

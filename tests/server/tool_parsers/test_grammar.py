@@ -7,16 +7,13 @@ import pytest
 
 from specdec import SpeculativeDecoder
 from specdec.loaders import optional_dependencies
-from specdec.server.access_control import AuthMiddleware
-from specdec.server.app import Endpoints
 from specdec.server.engine_thread import EngineThread
-from specdec.server.generation_fields import ServedModel
 from specdec.server.tool_parsers import TOOL_PARSERS
 from specdec.server.tool_parsers.generic import GenericParser
 from specdec.server.tool_parsers.harmony import HarmonyParser
 from specdec.server.tool_parsers.muse_glimmer import MuseGlimmerParser
 from tests.fakes.asgi import send_request
-from tests.fakes.server import CHAT, CONVERSATION, make_state
+from tests.fakes.server import CHAT, CONVERSATION, make_app
 from tests.tools.model_folders import SMOLLM2_TEMPLATE, TOOL_TEMPLATE_PREFIX, make_chat_folder
 
 pytestmark = pytest.mark.skipif(not optional_dependencies.is_installed(optional_dependencies.GUIDANCE), reason="needs llguidance")
@@ -66,8 +63,7 @@ def chat_app(request, decoder, scheduler, marked_model, monkeypatch):
     decoder, scheduler = marked_model if has_marks else (decoder, scheduler)
     source = decoder.chat_template.source.removeprefix(TOOL_TEMPLATE_PREFIX)
     monkeypatch.setattr(decoder.chat_template, "source", TEMPLATES[tool_format] + source)
-    state = make_state(ServedModel("talker", decoder, decoder.chat_template), scheduler)
-    app = AuthMiddleware(Endpoints(state), (), {"localhost"}, print)
+    app = make_app(decoder, scheduler)
     app.is_harmony = "Harmony" in tool_format
     return app
 
@@ -308,8 +304,7 @@ def harmony_app(marked_model, monkeypatch):
     decoder, scheduler = marked_model
     source = "{# <|channel|><|message|> #}{% if tools %}{% endif %}{{ messages[0].content }}<|start|>assistant"
     monkeypatch.setattr(decoder.chat_template, "source", source)
-    state = make_state(ServedModel("talker", decoder, decoder.chat_template), scheduler)
-    app = AuthMiddleware(Endpoints(state), (), {"localhost"}, lambda line: None)
+    app = make_app(decoder, scheduler)
     words = [decoder.tokenizer.token_to_bytes(token) or b"" for token in range(400)]
 
     def send(kind="analysis", **fields):
