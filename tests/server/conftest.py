@@ -34,6 +34,15 @@ def make_test_app(decoder: SpeculativeDecoder, scheduler: EngineThread) -> Calla
     return app
 
 
+@pytest.fixture
+def prompts(decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return a list that gets the messages, tools and options of each rendered chat."""
+    calls = list[Any]()
+    encode = decoder.encode_chat
+    monkeypatch.setattr(decoder, "encode_chat", lambda *arguments: calls.append(arguments) or encode(*arguments))
+    return calls
+
+
 @pytest.fixture(scope="module")
 def app(make_test_app: Callable[..., Any]) -> Any:
     return make_test_app()

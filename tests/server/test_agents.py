@@ -32,14 +32,6 @@ BROKEN_CALL = {"role": "assistant", "tool_calls": [{"id": "c", "function": {"nam
 LATER_SYSTEM = [*CONVERSATION, {"role": "assistant", "content": "South."}, {"role": "system", "content": "Be brief."}]
 
 
-@pytest.fixture
-def prompts(app: Any, decoder: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return a list that gets the messages, tools and options of each rendered chat."""
-    calls, encode = list[Any](), decoder.encode_chat
-    monkeypatch.setattr(decoder, "encode_chat", lambda *arguments: calls.append(arguments) or encode(*arguments))
-    return calls
-
-
 def use_template(decoder: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(decoder.chat_template, "source", (FIXTURES / "chat" / f"{name}.jinja").read_text())
 

@@ -260,11 +260,7 @@ def test_the_stop_string_is_returned(app, decoder):
     )
 
 
-def test_the_whole_conversation_reaches_the_template(app, decoder, monkeypatch):
-    rendered, encode = [], decoder.encode_chat
-    monkeypatch.setattr(
-        decoder, "encode_chat", lambda messages, tools, options: rendered.append((messages, tools)) or encode(messages, tools)
-    )
+def test_the_whole_conversation_reaches_the_template(app, prompts):
     conversation = [
         {"role": "user", "content": [{"type": "text", "text": "Weather?", "cache_control": {"type": "ephemeral"}}]},
         {"role": "assistant", "content": [
@@ -288,7 +284,7 @@ def test_the_whole_conversation_reaches_the_template(app, decoder, monkeypatch):
     ]  # fmt: skip
     fields = {"instructions": "Be short.", "store": False, "include": ["reasoning.encrypted_content"], "reasoning": None}
     assert send_request(app, RESPONSES, {"input": items, "max_output_tokens": 1, **TOOLS[RESPONSES], **fields}).status == 200
-    (one, tools), (two, same) = rendered
+    (one, tools, _), (two, same, _) = prompts
     assert one == two and tools == same == [TOOL | {"function": {"name": "weather", "parameters": {"type": "object"}}}]
     assert one[0] == {"role": "system", "content": "Be short.\n\nBe kind."}
     assert one[2]["reasoning_content"] == "hm" and one[2]["tool_calls"][0]["function"]["arguments"] == {"city": "Oslo"}

@@ -54,7 +54,7 @@ def test_generate_is_a_chat_or_a_raw_completion(app: Any) -> None:
     assert send_request(app, "/api/generate", body).json["response"] == text
 
 
-def test_tool_calls_are_objects_and_their_results_find_them(make_test_app: Any, decoder: Any, monkeypatch: Any) -> None:
+def test_tool_calls_are_objects_and_their_results_find_them(make_test_app: Any, prompts: list[Any]) -> None:
     steps = [step("Hm. "), step(TAGGED_CALL[:50]), step(TAGGED_CALL[50:], "eos")]
     app = make_test_app(FakeScheduler(Prompt([1], 0.0), *steps))
     body = {**CHAT_BODY, "tools": [TOOL]}
@@ -69,19 +69,17 @@ def test_tool_calls_are_objects_and_their_results_find_them(make_test_app: Any, 
     assert [each["message"]["tool_calls"][0]["function"]["index"] for each in (first, second)] == [0, 1]
     cut = make_test_app(FakeScheduler(Prompt([1], 0.0), step(TAGGED_CALL[:58], "max_tokens")))
     assert "weather" in send_request(cut, "/api/chat", {**body, "stream": False}).json["message"]["content"]
-    chats, encode = list[Any](), decoder.encode_chat
-    monkeypatch.setattr(decoder, "encode_chat", lambda *arguments: chats.append(arguments[0]) or encode(*arguments))
     history = [*CONVERSATION, {"role": "assistant", "tool_calls": [{"function": function}]}, {"role": "tool", "content": "rain"}]
     assert send_request(app, "/api/chat", {**body, "messages": history}).status == 200
-    assert chats[0][1]["tool_calls"][0]["function"] == function and chats[0][2]["name"] == "weather"
+    messages = prompts[-1][0]
+    assert messages[1]["tool_calls"][0]["function"] == function and messages[2]["name"] == "weather"
 
 
-def test_thinking_is_switched_by_think(app: Any, decoder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    options, encode = list[Any](), decoder.encode_chat
-    monkeypatch.setattr(decoder, "encode_chat", lambda *arguments: options.append(arguments[2]) or encode(*arguments))
+def test_thinking_is_switched_by_think(app: Any, prompts: list[Any]) -> None:
     for think in (True, False, "high", None):
         assert send_request(app, "/api/chat", {**CHAT_BODY, "think": think}).status == 200
-    assert options == [{"enable_thinking": True}, {"enable_thinking": False}, {"enable_thinking": True}, {}]
+    on, off = {"enable_thinking": True}, {"enable_thinking": False}
+    assert [options for *_, options in prompts] == [on, off, on, {}]
 
 
 def test_a_format_holds(app: Any) -> None:

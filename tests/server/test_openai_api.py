@@ -108,27 +108,26 @@ def test_default_sampling_prefers_options_to_recommendations(
     assert resolve({"temperature": 0.6, "top_p": 0.8}, served_temperature=0.0, served_top_k=5) == (0.0, 5, 0.8)
 
 
-def test_template_options_reach_the_template(app: Any, decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = list[Any]()
-    encode = decoder.encode_chat
-    monkeypatch.setattr(decoder, "encode_chat", lambda *arguments: calls.append(arguments[0:3:2]) or encode(*arguments))
+def test_template_options_reach_the_template(
+    app: Any, decoder: SpeculativeDecoder, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     messages = [*CONVERSATION, {"role": "assistant", "content": "South.", "reasoning_content": "Birds fly."}, *CONVERSATION]
     for body in ({"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False, "n": 3}}, {}):
         assert send_request(app, CHAT, {"messages": messages, "max_tokens": 1, **body}).status == 200
-    assert [options for _, options in calls] == [{"enable_thinking": False}, {"enable_thinking": False, "n": 3}, {}]
-    assert calls[0][0][1]["reasoning_content"] == "Birds fly."
+    assert [options for *_, options in prompts] == [{"enable_thinking": False}, {"enable_thinking": False, "n": 3}, {}]
+    assert prompts[0][0][1]["reasoning_content"] == "Birds fly."
     monkeypatch.setattr(decoder.chat_template, "source", "{{ reasoning_effort }}{% if enable_thinking %}!{% endif %}x")
     assert send_request(app, CHAT, {"messages": CONVERSATION, "max_tokens": 1, "reasoning_effort": "high"}).status == 200
-    assert calls[-1][1] == {"reasoning_effort": "high", "enable_thinking": True}
+    assert prompts[-1][2] == {"reasoning_effort": "high", "enable_thinking": True}
     monkeypatch.setattr(decoder.chat_template, "source", "{{ reasoning_strength }}x")
     assert send_request(app, CHAT, {"messages": CONVERSATION, "max_tokens": 1, "reasoning_effort": "low"}).status == 200
-    assert calls[-1][1] == {"reasoning_strength": "low"}
+    assert prompts[-1][2] == {"reasoning_strength": "low"}
     monkeypatch.setattr(decoder.chat_template, "source", "{% if thinking %}!{% endif %}{{ messages[0].content }}")
     assert send_request(app, CHAT, {"messages": CONVERSATION, "max_tokens": 1, "reasoning_effort": "none"}).status == 200
-    assert calls[-1][1] == {"enable_thinking": False, "thinking": False}
+    assert prompts[-1][2] == {"enable_thinking": False, "thinking": False}
     monkeypatch.setattr(decoder.chat_template, "source", "{{ thinking_budget }}{{ messages[0].content }}")
     assert send_request(app, CHAT, {"messages": CONVERSATION, "max_tokens": 1, "reasoning_effort": "none"}).status == 200
-    assert calls[-1][1] == {"enable_thinking": False, "thinking_budget": 0}
+    assert prompts[-1][2] == {"enable_thinking": False, "thinking_budget": 0}
     with pytest.raises(ValueError, match=r"role of messages\[0\] is 'bot'; expected one of system, user, assistant"):
         decoder.encode_chat([{"role": "bot", "content": "x"}])
 
@@ -598,14 +597,7 @@ def test_tool_calls_are_returned_in_responses_and_streams(make_test_app: Callabl
         assert choice["finish_reason"] == "stop" and TAGGED_CALL in choice["message"]["content"]
 
 
-def test_tools_calls_and_results_reach_the_template(
-    app: Any, decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rendered = list[Any]()
-    encode = decoder.encode_chat
-    monkeypatch.setattr(
-        decoder, "encode_chat", lambda messages, tools, options: rendered.append((messages, tools)) or encode(messages, tools)
-    )
+def test_tools_calls_and_results_reach_the_template(app: Any, prompts: list[Any]) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
     conversation = [
         *CONVERSATION,
@@ -613,7 +605,7 @@ def test_tools_calls_and_results_reach_the_template(
         {"role": "tool", "tool_call_id": "c1", "content": "rain"},
     ]
     assert send_request(app, CHAT, {"messages": conversation, "tools": [TOOL], "max_tokens": 1}).status == 200
-    ((messages, tools),) = rendered
+    ((messages, tools, _),) = prompts
     assert tools == [TOOL]
     assert messages[1]["content"] == "" and messages[1]["tool_calls"][0]["function"]["arguments"] == {"city": "Oslo"}
     assert messages[2] == {"role": "tool", "content": "rain", "tool_call_id": "c1", "name": "weather"}
@@ -685,14 +677,12 @@ def test_what_may_change_the_output_is_rejected_by_name(app: Any, message: dict[
     assert response.json["error"]["param"] == "messages"
 
 
-def test_fields_of_other_apis_switch_thinking(app: Any, decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    options, encode = list[Any](), decoder.encode_chat
-    monkeypatch.setattr(decoder, "encode_chat", lambda *arguments: options.append(arguments[2]) or encode(*arguments))
+def test_fields_of_other_apis_switch_thinking(app: Any, prompts: list[Any]) -> None:
     on, off = {"enable_thinking": True}, {"enable_thinking": False}
     bodies: list[dict[str, Any]] = [on, {"thinking": {"type": "enabled"}}, off, {"thinking": {"type": "disabled"}}]
     for body in [*bodies, {**off, "chat_template_kwargs": on}, {**off, "reasoning_effort": "high"}]:
         assert send_request(app, CHAT, {"messages": CONVERSATION, "max_tokens": 1, **body}).status == 200
-    assert options == [on, on, off, off, on, off]
+    assert [options for *_, options in prompts] == [on, on, off, off, on, off]
     for body in ({"thinking": {"type": "maybe"}}, {"enable_thinking": "no"}):
         assert send_request(app, CHAT, {"messages": CONVERSATION, **body}).json["error"]["param"] == next(iter(body))
 

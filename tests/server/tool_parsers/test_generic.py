@@ -22,13 +22,11 @@ TWO_CALLS = '{"tool_calls":[ {"name":"weather","arguments":{"city":"Oslo"}} , {"
 
 
 @pytest.fixture
-def prompts(decoder: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Use a template without tools, and return a list that gets the text of each rendered chat."""
+def prompts(prompts: list[Any], decoder: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Use a template without tools, and return the list of rendered chats."""
     monkeypatch.setattr(decoder.chat_template, "source", "{{ messages[-1].content }}")  # a short prompt
     monkeypatch.setattr(field_validation, "_logged", set())
-    texts, encode = list[Any](), decoder.encode_chat
-    monkeypatch.setattr(decoder, "encode_chat", lambda *arguments: texts.append(arguments) or encode(*arguments))
-    return texts
+    return prompts
 
 
 @pytest.mark.parametrize("size", [1, 3, 500])
