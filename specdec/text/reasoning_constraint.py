@@ -286,21 +286,24 @@ class ReasoningConstraintState:
         elif position.phase in THOUGHT_PHASES:
             row[[token for token in constraint.get_banned_tokens(position) if token < len(row)]] = -np.inf
         next_positions = {child: constraint.advance(position, draft.tokens[child]) for child in draft.children(node)}
-        if position.phase not in THOUGHT_PHASES and self._inner:
-            before_answer = {child for child, following in next_positions.items() if following.phase != "answer"}
-            if position.phase != "before":
-                self._mask_answer(logits, draft, node, before_answer, constraint.get_free_tokens(position))
-            elif node == -1:
-                self._mask_start(logits, draft)
+        if self._inner and (position.phase == "after" or (position.phase == "before" and node == -1)):
+            self._mask_answer(logits, draft, node, position)
         for child, following in next_positions.items():
             if following.phase != "answer":
                 self._mask_subtree(logits, draft, child, following)
 
-    def _mask_start(self, logits: Any, draft: Draft) -> None:
-        """Apply the inner constraint to the rows where the output is in the start mark, or in an answer without a thought."""
+    def _mask_answer(self, logits: Any, draft: Draft, node: int, position: Position) -> None:
+        """Apply the inner constraint to the rows from a node on where the output is in the start mark, or may be in the answer.
+
+        Args:
+            logits: The rows of logits.
+            draft: The draft.
+            node: The node after which the inner constraint is at its start, or -1 for the sequence.
+            position: The position after the node: before a possible thought, or after it.
+        """
         assert self._inner
-        constraint, start = self._constraint, [*self._position.start]
-        positions, indices, parents = {-1: self._position}, {-1: len(start) - 1}, [*range(-1, len(start) - 1)]
+        constraint, start = self._constraint, [*position.start]
+        positions, indices, parents = {node: position}, {node: len(start) - 1}, [*range(-1, len(start) - 1)]
         for child, parent in enumerate(draft.parents or range(-1, len(draft.tokens) - 1)):
             if parent not in indices or child + 1 >= len(logits):
                 continue
@@ -315,39 +318,14 @@ class ReasoningConstraintState:
         part = np.concatenate([np.zeros((len(start), logits.shape[1]), logits.dtype), logits[rows]])
         tokens = start + [draft.tokens[each] for each in [*indices][1:]]
         self._inner.mask_logits(part, Draft(tokens, parents=None if draft.parents is None else parents))
-        for i, node in enumerate(indices):
-            if node in positions:
-                prefix, row = [*positions[node].start], part[len(start) + i]
+        for i, each in enumerate(indices):
+            if each in positions:
+                prefix, row = [*positions[each].start], part[len(start) + i]
                 if self._inner.count_allowed(prefix) < len(prefix):
                     row.fill(-np.inf)
-                for token in constraint.get_free_tokens(positions[node]):
-                    if token < len(row):
-                        row[token] = logits[node + 1, token]
+                free = [token for token in constraint.get_free_tokens(positions[each]) if token < len(row)]
+                row[free] = logits[each + 1, free]
         logits[rows] = part[len(start) :]
-
-    def _mask_answer(self, logits: Any, draft: Draft, node: int, before_answer: set[int], free_tokens: list[int]) -> None:
-        """Apply the inner constraint to the row after a node where the answer may begin, and to the answer's rows below.
-
-        Args:
-            logits: The rows of logits.
-            draft: The draft.
-            node: The node, after which the inner constraint is at its start.
-            before_answer: Children of the node that do not belong to the answer.
-            free_tokens: Tokens that may follow the node although they do not belong to the answer.
-        """
-        assert self._inner
-        indices, parents = {node: -1}, list[int]()  # of the part of the draft
-        for child, token_parent in enumerate(draft.parents or range(-1, len(draft.tokens) - 1)):
-            if token_parent in indices and child not in before_answer and child + 1 < len(logits):
-                indices[child] = len(parents)
-                parents.append(indices[token_parent])
-        rows = [each + 1 for each in indices]
-        part, tokens = logits[rows], [draft.tokens[each] for each in [*indices][1:]]
-        is_chain = draft.parents is None
-        self._inner.mask_logits(part, Draft(tokens, parents=None if is_chain else parents))
-        free = [token for token in free_tokens if token < part.shape[1]]
-        part[0, free] = logits[rows[0], free]
-        logits[rows] = part
 
     def commit(self, tokens: list[int]) -> None:
         """Add accepted tokens to the sequence and advance its state."""
