@@ -47,9 +47,10 @@ from tests.tools.gguf_files import (
     random_blocks,
     read_converted,
     rope_divisors,
+    write_model,
     write_parts,
 )
-from tests.tools.hf_folders import CONFIGS, FIXTURES, assert_rejected, read_all_tensors
+from tests.tools.hf_folders import CONFIGS, FIXTURES, assert_rejected, assert_same_tensors, read_all_tensors
 
 PACKAGE = FIXTURES / "gguf"
 
@@ -99,11 +100,10 @@ def test_a_converted_model_equals_its_folder_bit_by_bit(tmp_path: Path, name: st
         config = replace_config(config, rope_scaling=None, rope_divisors=tuple(map(float, rope_divisors(config))))
     assert checkpoint.config == config
     assert set(got) == set(expected)
-    for key, array in got.items():
-        wide = expected[key]
-        if array.dtype != wide.dtype:  # vectors are fp32 in GGUF
+    for key, wide in expected.items():
+        if got[key].dtype != wide.dtype:  # vectors are fp32 in GGUF
             wide = (wide.astype(np.uint32) << 16).view(np.float32) if wide.dtype == np.uint16 else wide.astype(np.float32)
-        np.testing.assert_array_equal(array, wide, strict=True)
+        np.testing.assert_array_equal(got[key], wide, strict=True)
 
 
 def load_fp32_kv_model(path: Path) -> Model:
@@ -138,12 +138,11 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("version", [2, 3])
 def test_both_versions_and_any_alignment_are_read(tmp_path: Path, version: int) -> None:
-    expected = read_all_tensors(load_checkpoint(write_fixture(tmp_path, "llama_tied", version)))
+    expected = load_checkpoint(write_fixture(tmp_path, "llama_tied", version))
     keys = make_model_keys("llama_tied") | {"general.alignment": 256}
     path = tmp_path / "no-suffix"
     path.write_bytes(gguf_bytes(keys, make_model_tensors("llama_tied"), version, 256))
-    for key, array in read_all_tensors(load_checkpoint(path)).items():
-        np.testing.assert_array_equal(array, expected[key])
+    assert_same_tensors(load_checkpoint(path), expected)
 
 
 def test_per_layer_lists_of_equal_numbers_are_supported(tmp_path: Path) -> None:
@@ -151,24 +150,19 @@ def test_per_layer_lists_of_equal_numbers_are_supported(tmp_path: Path) -> None:
     keys, config = make_model_keys("granite_hybrid"), CONFIGS["granite_hybrid"]
     for key in ("attention.head_count_kv", "attention.head_count", "feed_forward_length"):
         keys[f"granite.{key}"] = [keys[f"granite.{key}"]] * config.n_layers
-    path = tmp_path / "model.gguf"
-    path.write_bytes(gguf_bytes(keys, make_model_tensors("granite_hybrid")))
-    assert load_checkpoint(path).config == config
+    assert load_checkpoint(write_model(tmp_path, keys, make_model_tensors("granite_hybrid"))).config == config
 
 
 def test_an_mtp_head_without_its_layer_is_rejected(tmp_path: Path) -> None:
     tensors = {name: each for name, each in make_model_tensors("qwen35").items() if not name.startswith("blk.")}
-    path = tmp_path / "mtp-model.gguf"
-    path.write_bytes(gguf_bytes(make_model_keys("qwen35") | {"qwen35.nextn_predict_layers": 1, "qwen35.block_count": 5}, tensors))
+    keys = make_model_keys("qwen35") | {"qwen35.nextn_predict_layers": 1, "qwen35.block_count": 5}
+    path = write_model(tmp_path, keys, tensors).rename(tmp_path / "mtp-model.gguf")
     with pytest.raises(CheckpointError, match=r"has no tensor blk\.\d+\."):
         load_checkpoint(path)
 
 
 def test_a_layer_of_the_model_is_not_taken_for_an_mtp_head(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    path.write_bytes(
-        gguf_bytes(make_model_keys("qwen35_odd") | {"qwen35.nextn_predict_layers": 1}, make_model_tensors("qwen35_odd"))
-    )
+    path = write_fixture(tmp_path, "qwen35_odd", **{"qwen35.nextn_predict_layers": 1})
     with pytest.raises(CheckpointError, match=r"nextn_predict_layers is 1; the layer of blk\.2\..* is one of the model's own"):
         load_checkpoint(path)
 
@@ -177,9 +171,7 @@ def test_missing_keys_have_defaults(tmp_path: Path) -> None:
     keys = make_model_keys("llama")
     for key in ("attention.head_count_kv", "rope.freq_base", "attention.key_length", "attention.value_length", "vocab_size"):
         del keys[f"llama.{key}"]
-    path = tmp_path / "model.gguf"
-    path.write_bytes(gguf_bytes(keys, make_model_tensors("llama")))
-    assert load_checkpoint(path).config == CONFIGS["llama"]
+    assert load_checkpoint(write_model(tmp_path, keys, make_model_tensors("llama"))).config == CONFIGS["llama"]
 
 
 @pytest.mark.parametrize(
@@ -223,11 +215,10 @@ def test_gemma_3_keys_are_interpreted_like_llama_cpp(tmp_path: Path) -> None:
     tensors = make_model_tensors("gemma3_half")
     for i in range(5, 62):
         tensors |= {name.replace("blk.0.", f"blk.{i}."): each for name, each in tensors.items() if name.startswith("blk.0.")}
-    path = tmp_path / "model.gguf"
-    path.write_bytes(gguf_bytes(make_model_keys("gemma3_half") | {"gemma3.block_count": 62}, tensors))
+    path = write_model(tmp_path, make_model_keys("gemma3_half") | {"gemma3.block_count": 62}, tensors)
     assert load_checkpoint(path).config.attention.scale == pytest.approx((22 / 2) ** -0.5)
     bias = {"blk.0.attn_output.bias": np.zeros(22, np.float32)}
-    path.write_bytes(gguf_bytes(make_model_keys("gemma3_half"), make_model_tensors("gemma3_half") | bias))
+    write_model(tmp_path, make_model_keys("gemma3_half"), make_model_tensors("gemma3_half") | bias)
     assert "blk.0.attn_output.bias" in get_refusal(path)
     for words, change in (
         ("sliding_window_pattern", {"gemma3.attention.sliding_window_pattern": [True] * 6}),
@@ -241,11 +232,10 @@ def test_gemma_3_keys_are_interpreted_like_llama_cpp(tmp_path: Path) -> None:
 
 
 def test_a_classifier_equal_to_the_embedding_is_shared(tmp_path: Path) -> None:
-    tensors = make_model_tensors("gpt2")
-    path = tmp_path / "model.gguf"
-    path.write_bytes(gguf_bytes(make_model_keys("gpt2"), tensors | {"output.weight": tensors["token_embd.weight"]}))
+    keys, tensors = make_model_keys("gpt2"), make_model_tensors("gpt2")
+    path = write_model(tmp_path, keys, tensors | {"output.weight": tensors["token_embd.weight"]})
     assert load_checkpoint(path).config.shared_classifier
-    path.write_bytes(gguf_bytes(make_model_keys("gpt2"), tensors | {"output.weight": tensors["token_embd.weight"] * 2}))
+    write_model(tmp_path, keys, tensors | {"output.weight": tensors["token_embd.weight"] * 2})
     checkpoint = load_checkpoint(path)
     assert not checkpoint.config.shared_classifier
     np.testing.assert_array_equal(checkpoint.tensors["wcls"][:], 2 * checkpoint.tensors["tok_emb"][:])
@@ -267,9 +257,8 @@ def dequantize_all(tensors: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("a", ["llama", "qwen2", "gpt2"])
 def test_quantized_tensors_have_the_same_row_order_as_floats(tmp_path: Path, a: str) -> None:
     keys, tensors = block_model(a, np.random.default_rng(3))
-    (tmp_path / "blocks.gguf").write_bytes(gguf_bytes(keys, tensors))
-    (tmp_path / "floats.gguf").write_bytes(gguf_bytes(keys, dequantize_all(tensors)))
-    blocks, floats = (load_checkpoint(tmp_path / f"{name}.gguf").tensors for name in ("blocks", "floats"))
+    floats = load_checkpoint(write_model(tmp_path, keys, dequantize_all(tensors)).rename(tmp_path / "floats.gguf")).tensors
+    blocks = load_checkpoint(write_model(tmp_path, keys, tensors)).tensors
     type_names = set()
     for name, whole in floats.items():
         for tensor, expected in zip(*(each if isinstance(each, list) else [each] for each in (blocks[name], whole)), strict=True):
@@ -284,14 +273,18 @@ def test_quantized_tensors_have_the_same_row_order_as_floats(tmp_path: Path, a: 
     assert len(type_names) > 4
 
 
+def write_raw_tensor(folder: Path, type_name: str, data: bytes | bytearray) -> Any:
+    """Write a model with one more tensor, of 72 rows and 256 columns, and return that tensor."""
+    tensors = make_model_tensors("llama_tied") | {"x": RawTensor(type_name, (72, 256), bytes(data))}
+    return GGUFFile(write_model(folder, make_model_keys("llama_tied"), tensors)).get_tensor("x")
+
+
 def test_mxfp4_exponents_out_of_fp16_range_are_rejected_unless_the_block_is_zero(tmp_path: Path) -> None:
-    path, keys, tensors = tmp_path / "model.gguf", make_model_keys("llama_tied"), make_model_tensors("llama_tied")
     cases = (103, 1, False), (144, 1, False), (255, 7, False), (104, 1, True), (143, 9, True), (0, 0x88, True)
     for exponent, codes, is_valid in cases:
         data = bytearray(random_blocks(np.random.default_rng(0), "MXFP4", 72, 256).data)
         data[-17:] = bytes([exponent] + [codes] * 16)
-        path.write_bytes(gguf_bytes(keys, tensors | {"x": RawTensor("MXFP4", (72, 256), bytes(data))}))
-        tensor = GGUFFile(path).get_tensor("x")
+        tensor = write_raw_tensor(tmp_path, "MXFP4", data)
         if is_valid:
             assert np.isfinite(tensor[:]).all()
         else:
@@ -301,11 +294,9 @@ def test_mxfp4_exponents_out_of_fp16_range_are_rejected_unless_the_block_is_zero
 
 @pytest.mark.parametrize("scale", [0x7F, 0x80, 0xFF])
 def test_nvfp4_scales_that_are_nan_or_negative_are_rejected(tmp_path: Path, scale: int) -> None:
-    path, keys, tensors = tmp_path / "model.gguf", make_model_keys("llama_tied"), make_model_tensors("llama_tied")
     data = bytearray(random_blocks(np.random.default_rng(0), "NVFP4", 72, 256).data)
     data[-33] = scale
-    path.write_bytes(gguf_bytes(keys, tensors | {"x": RawTensor("NVFP4", (72, 256), bytes(data))}))
-    tensor = GGUFFile(path).get_tensor("x")
+    tensor = write_raw_tensor(tmp_path, "NVFP4", data)
     tensor[0:71]
     with pytest.raises(CheckpointError, match=r'model\.gguf is damaged: "x" holds NaN or negative scales'):
         tensor[:]
@@ -314,8 +305,8 @@ def test_nvfp4_scales_that_are_nan_or_negative_are_rejected(tmp_path: Path, scal
 SCALED_SHAPES = {"token_embd": (40, 128), "blk.0.attn_q": (128, 128), "blk.0.ffn_up_exps": (3, 64, 128)}
 
 
-def write_scaled_tensors(path: Path) -> dict[str, Any]:
-    """Write NVFP4 tensors with a scale of each matrix, and input scales, and return them all."""
+def make_scaled_tensors() -> dict[str, Any]:
+    """Return NVFP4 tensors with a scale of each matrix, and input scales."""
     rng = np.random.default_rng(0)
     tensors: dict[str, Any] = {}
     for name, (*lengths, n) in SCALED_SHAPES.items():
@@ -323,14 +314,13 @@ def write_scaled_tensors(path: Path) -> dict[str, Any]:
         tensors[f"{name}.weight"] = blocks._replace(shape=(*lengths, n))
         for kind in ("scale", "input_scale"):
             tensors[f"{name}.{kind}"] = rng.random(lengths[0] if len(lengths) > 1 else 1, np.float32) + np.float32(0.01)
-    path.write_bytes(gguf_bytes(make_model_keys("llama_tied"), tensors))
     return tensors
 
 
 def test_a_scale_of_a_tensor_multiplies_the_scales_of_its_groups(tmp_path: Path) -> None:
     """The matrices of experts have one each. Includes slices and selected rows, and the packed matrix."""
-    tensors = write_scaled_tensors(tmp_path / "model.gguf")
-    model = GGUFModel(tmp_path / "model.gguf")
+    tensors = make_scaled_tensors()
+    model = GGUFModel(write_model(tmp_path, make_model_keys("llama_tied"), tensors))
     for name, shape in SCALED_SHAPES.items():
         blocks = np.frombuffer(tensors[f"{name}.weight"].data, np.uint8).reshape(-1, 36)
         scales = np.repeat(tensors[f"{name}.scale"], len(blocks) // len(tensors[f"{name}.scale"]))
@@ -356,17 +346,14 @@ def test_a_scale_of_a_tensor_multiplies_the_scales_of_its_groups(tmp_path: Path)
     ],
 )
 def test_a_scale_of_a_tensor_is_one_finite_number(tmp_path: Path, scale: Any, problem: str) -> None:
-    path = tmp_path / "model.gguf"
-    tensors = write_scaled_tensors(path) | {"blk.0.attn_q.scale": scale}
-    path.write_bytes(gguf_bytes(make_model_keys("llama_tied"), tensors))
+    path = write_model(tmp_path, make_model_keys("llama_tied"), make_scaled_tensors() | {"blk.0.attn_q.scale": scale})
     with pytest.raises(CheckpointError, match=f"blk.0.attn_q.scale.*{problem}"):
         GGUFModel(path).get_tensor("blk.0.attn_q.weight", SCALED_SHAPES["blk.0.attn_q"])
 
 
 def test_a_scale_of_a_tensor_of_another_type_is_rejected(tmp_path: Path, small: tuple[Keys, dict[str, Any]]) -> None:
     keys, tensors = small
-    path = tmp_path / "model.gguf"
-    path.write_bytes(gguf_bytes(keys, tensors | {"blk.0.attn_q.scale": np.ones(1, np.float32)}))
+    path = write_model(tmp_path, keys, tensors | {"blk.0.attn_q.scale": np.ones(1, np.float32)})
     assert '"blk.0.attn_q.scale" is not part of the model' in get_refusal(path)
 
 
@@ -375,14 +362,10 @@ def test_infinite_scales_are_rejected(tmp_path: Path) -> None:
     for type_name in BLOCK_SIZES:
         for at in BLOCK_TYPES[type_name].scale_offsets:
             for bits in (0x7C00, 0xFC00, 0x7E01):
-                keys, tensors = make_model_keys("llama_tied"), make_model_tensors("llama_tied")
-                blocks = random_blocks(rng, type_name, 72, 256)
-                data = bytearray(blocks.data)
+                data = bytearray(random_blocks(rng, type_name, 72, 256).data)
                 offset = len(data) - BLOCK_SIZES[type_name][1] + at
                 data[offset : offset + 2] = struct.pack("<H", bits)
-                path = tmp_path / "model.gguf"
-                path.write_bytes(gguf_bytes(keys, tensors | {"x": RawTensor(type_name, blocks.shape, bytes(data))}))
-                tensor = GGUFFile(path).get_tensor("x")
+                tensor = write_raw_tensor(tmp_path, type_name, data)
                 tensor[0:1]
                 with pytest.raises(CheckpointError, match=r'model\.gguf is damaged: "x" holds NaN or infinite scales'):
                     tensor[:]
@@ -394,9 +377,7 @@ def test_infinite_scales_are_rejected(tmp_path: Path) -> None:
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_a_split_model_equals_the_whole_one(tmp_path: Path, n: int) -> None:
     path = write_parts(tmp_path, make_split_files(make_model_keys("qwen3"), make_model_tensors("qwen3"), n))
-    expected = read_all_tensors(load_checkpoint(write_fixture(tmp_path, "qwen3")))
-    for key, array in read_all_tensors(load_checkpoint(path)).items():
-        np.testing.assert_array_equal(array, expected[key])
+    assert_same_tensors(load_checkpoint(path), load_checkpoint(write_fixture(tmp_path, "qwen3")))
 
 
 def test_an_incomplete_split_is_rejected_with_the_shard(tmp_path: Path) -> None:
@@ -537,10 +518,7 @@ BAD_KEYS: dict[str, tuple[Keys, tuple[str, ...]]] = {
 @pytest.mark.parametrize("case", BAD_KEYS)
 def test_invalid_keys_are_reported_by_name(tmp_path: Path, small: tuple[Keys, dict[str, Any]], case: str) -> None:
     changes, words = BAD_KEYS[case]
-    keys = {key: value for key, value in (small[0] | changes).items() if value is not None}
-    path = tmp_path / "model.gguf"
-    path.write_bytes(gguf_bytes(keys, small[1]))
-    message = get_refusal(path)
+    message = get_refusal(write_model(tmp_path, small[0] | changes, small[1]))
     assert all(word in message for word in words), message
 
 
@@ -594,18 +572,14 @@ BAD_TENSORS: dict[str, tuple[Callable[[dict[str, Any]], Any], tuple[str, ...]]] 
 def test_the_error_about_a_file_without_a_model_says_what_it_contains(
     tmp_path: Path, small: tuple[Keys, dict[str, Any]], key: str, value: str, word: str
 ) -> None:
-    path = tmp_path / "model.gguf"
-    path.write_bytes(gguf_bytes(small[0] | {key: value}, small[1]))
-    assert word in get_refusal(path)
+    assert word in get_refusal(write_model(tmp_path, small[0] | {key: value}, small[1]))
 
 
 @pytest.mark.parametrize("case", BAD_TENSORS)
 def test_invalid_tensors_are_reported_by_name(tmp_path: Path, small: tuple[Keys, dict[str, Any]], case: str) -> None:
     change, words = BAD_TENSORS[case]
     change(small[1])
-    path = tmp_path / "model.gguf"
-    path.write_bytes(gguf_bytes(*small))
-    message = get_refusal(path)
+    message = get_refusal(write_model(tmp_path, *small))
     assert all(word in message for word in words), message
 
 
@@ -645,8 +619,7 @@ def test_strings_of_any_length_and_content_are_read(tmp_path: Path, special: str
     """Short ones without zero bytes are read many at once."""
     words = [f"token{i}" for i in range(30_000)]
     for strings in ([special], [special] * 200, [*words, special, *words], [special, *words], [*words, special, special]):
-        path = tmp_path / "strings.gguf"
-        path.write_bytes(gguf_bytes({"first": strings, "second": words}, {}))
+        path = write_model(tmp_path, {"first": strings, "second": words}, {})
         assert GGUFFile(path).metadata == {"first": strings, "second": words}
 
 
@@ -676,28 +649,22 @@ def test_logits_of_converted_files_equal_those_of_the_folder(name: str) -> None:
 
 
 def test_the_bias_of_ernies_router_may_be_a_vector(tmp_path: Path) -> None:
-    (keys, tensors), path = read_converted("ernie4_5_moe"), tmp_path / "model.gguf"
-    name = "blk.1.exp_probs_b.bias"
-    path.write_bytes(gguf_bytes(keys, tensors | {name: tensors[name]._replace(shape=(6,))}))
+    (keys, tensors), name = read_converted("ernie4_5_moe"), "blk.1.exp_probs_b.bias"
+    path = write_model(tmp_path, keys, tensors | {name: tensors[name]._replace(shape=(6,))})
     got, expected = (load_checkpoint(each).tensors["1.router_bias"][:] for each in (path, PACKAGE / "ernie4_5_moe.gguf"))
     np.testing.assert_array_equal(got, expected)
-    path.write_bytes(gguf_bytes(keys, tensors | {name: tensors[name]._replace(shape=(2, 3))}))
-    assert name in get_refusal(path)
+    assert name in get_refusal(write_model(tmp_path, keys, tensors | {name: tensors[name]._replace(shape=(2, 3))}))
 
 
 @pytest.mark.parametrize("name", ["qwen35_moe", "qwen3_next"])
 def test_a_dimension_of_1_may_be_dropped_as_llama_cpps_quantizer_does(tmp_path: Path, name: str) -> None:
-    (keys, tensors), path = read_converted(name), tmp_path / "model.gguf"
+    keys, tensors = read_converted(name)
     ones = {each: raw._replace(shape=raw.shape[1:]) for each, raw in tensors.items() if raw.shape[:1] == (1,)}
     assert [*ones] == [each for each in tensors if each.endswith("ffn_gate_inp_shexp.weight")]
-    path.write_bytes(gguf_bytes(keys, tensors | ones))
-    got, expected = (load_checkpoint(each) for each in (path, FIXTURES / "gguf" / f"{name}.gguf"))
-    heads = (read_all_tensors(known) for each in (got, expected) if (known := load_mtp_head(each)))
-    for a, b in ((read_all_tensors(got), read_all_tensors(expected)), tuple(heads)):
-        assert {key: np.shape(array) for key, array in a.items()} == {key: np.shape(array) for key, array in b.items()}
-        for key, array in a.items():
-            np.testing.assert_array_equal(np.array(array), np.array(b[key]))
-    path.write_bytes(gguf_bytes(keys, tensors | {each: raw._replace(shape=(8, 4)) for each, raw in ones.items()}))
+    got, expected = load_checkpoint(write_model(tmp_path, keys, tensors | ones)), load_checkpoint(PACKAGE / f"{name}.gguf")
+    assert_same_tensors(got, expected)
+    assert_same_tensors(load_mtp_head(got), load_mtp_head(expected))
+    path = write_model(tmp_path, keys, tensors | {each: raw._replace(shape=(8, 4)) for each, raw in ones.items()})
     assert 'ffn_gate_inp_shexp.weight" has the shape (8, 4); the keys say (1, 32)' in get_refusal(path)
 
 
@@ -715,7 +682,7 @@ def join_key_value_tensors(tensors: dict[str, RawTensor], nope: int) -> dict[str
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "glm4_moe_lite"])
 def test_older_files_with_keys_and_values_in_one_matrix_give_the_same_model(tmp_path: Path, name: str) -> None:
-    (keys, tensors), path, latent = read_converted(name), tmp_path / "model.gguf", CONFIGS[name].attention.latent
+    (keys, tensors), latent = read_converted(name), CONFIGS[name].attention.latent
     assert latent
     old_keys = keys | {
         "deepseek2.attention.key_length": latent.head_dim,
@@ -726,42 +693,37 @@ def test_older_files_with_keys_and_values_in_one_matrix_give_the_same_model(tmp_
         del old_keys[f"deepseek2.attention.{key}"]
     joined, expected = join_key_value_tensors(tensors, latent.nope_dim), load_checkpoint(FIXTURES / "gguf" / f"{name}.gguf")
     for written_keys, written in ((old_keys, joined), (keys, joined), (keys, joined | tensors)):
-        path.write_bytes(gguf_bytes(written_keys, written))
-        got = load_checkpoint(path)
+        got = load_checkpoint(write_model(tmp_path, written_keys, written))
         assert got.config == expected.config
-        heads = (read_all_tensors(known) for each in (got, expected) if (known := load_mtp_head(each)))
-        for a, b in ((read_all_tensors(got), read_all_tensors(expected)), tuple(heads) or ({}, {})):
-            assert {*a} == {*b}
-            for key, array in a.items():
-                np.testing.assert_array_equal(np.array(array), np.array(b[key]))
+        assert_same_tensors(got, expected)
+        assert_same_tensors(load_mtp_head(got) or {}, load_mtp_head(expected) or {})
 
 
 def test_how_experts_are_scored_follows_the_key_or_the_bias_for_the_choice(tmp_path: Path) -> None:
     for name, is_sigmoid in (("deepseek_v2", False), ("deepseek_v3", True), ("glm4_moe_lite", True)):
-        (keys, tensors), path = read_converted(name), tmp_path / "model.gguf"
-        path.write_bytes(gguf_bytes({key: value for key, value in keys.items() if "gating" not in key}, tensors))
+        keys, tensors = read_converted(name)
+        path = write_model(tmp_path, {key: value for key, value in keys.items() if "gating" not in key}, tensors)
         experts = load_checkpoint(path).config.experts
         assert experts and experts.is_sigmoid == is_sigmoid
-        path.write_bytes(gguf_bytes(keys | {"deepseek2.expert_gating_func": 3}, tensors))
+        write_model(tmp_path, keys | {"deepseek2.expert_gating_func": 3}, tensors)
         assert "deepseek2.expert_gating_func is 3; expected 2" in get_refusal(path)
 
 
 def test_shared_experts_have_the_size_of_their_tensors(tmp_path: Path) -> None:
     """llama.cpp's converter counts two shared experts of a Ling 2.0 twice, unless its config gives their size."""
-    (keys, tensors), path = read_converted("bailing_moe_v2"), tmp_path / "model.gguf"
-    path.write_bytes(gguf_bytes(keys | {"bailingmoe2.expert_shared_count": 2}, tensors))
-    assert load_checkpoint(path).config == load_checkpoint(FIXTURES / "gguf" / "bailing_moe_v2.gguf").config
+    keys, tensors = read_converted("bailing_moe_v2")
+    path = write_model(tmp_path, keys | {"bailingmoe2.expert_shared_count": 2}, tensors)
+    assert load_checkpoint(path).config == load_checkpoint(PACKAGE / "bailing_moe_v2.gguf").config
 
 
 def test_a_multimodal_glm_4_is_rejected_by_its_rope_sections(tmp_path: Path) -> None:
     keys, tensors = read_converted("glm4")
-    path = tmp_path / "model.gguf"
-    path.write_bytes(gguf_bytes(keys | {"glm4.rope.dimension_sections": [2, 1, 0, 0]}, tensors))
+    path = write_model(tmp_path, keys | {"glm4.rope.dimension_sections": [2, 1, 0, 0]}, tensors)
     assert "glm4.rope.dimension_sections is [2, 1, 0, 0]" in get_refusal(path)
 
 
 def test_missing_keys_of_gemma_2_have_the_defaults_of_llama_cpp(tmp_path: Path) -> None:
-    (keys, tensors), path, config = read_converted("gemma2"), tmp_path / "model.gguf", CONFIGS["gemma2"]
+    (keys, tensors), config = read_converted("gemma2"), CONFIGS["gemma2"]
     window, theta = "gemma2.attention.sliding_window", "gemma2.rope.freq_base_swa"
     for key, value, expected in (
         (window, None, replace_config(config, window=4096)),
@@ -770,12 +732,11 @@ def test_missing_keys_of_gemma_2_have_the_defaults_of_llama_cpp(tmp_path: Path) 
         (f"{window}_pattern", 4, replace_config(config, layers=override_full_layers((3,), 4))),
         (theta, 50.0, replace_config(config, rope_theta=50.0, layers=override_full_layers((1, 3), 4, rope_theta=10000.0))),
     ):
-        path.write_bytes(gguf_bytes({name: each for name, each in (keys | {key: value}).items() if each is not None}, tensors))
-        assert load_checkpoint(path).config == expected, key
+        assert load_checkpoint(write_model(tmp_path, keys | {key: value}, tensors)).config == expected, key
 
 
 def test_sliding_window_layers_of_olmo_3_match_llama_cpp(tmp_path: Path) -> None:
-    (keys, tensors), path, config = read_converted("olmo3"), tmp_path / "model.gguf", CONFIGS["olmo3"]
+    (keys, tensors), config = read_converted("olmo3"), CONFIGS["olmo3"]
     window, local, full = "olmo2.attention.sliding_window", config.layer_config(0), config.layer_config(3)
     for changes, expected in (
         ({window: None, f"{window}_pattern": None}, [full] * 4),
@@ -784,37 +745,31 @@ def test_sliding_window_layers_of_olmo_3_match_llama_cpp(tmp_path: Path) -> None
         ({"olmo2.rope.freq_base_swa": None}, [local] * 3 + [full]),
         ({"olmo2.rope.freq_base_swa": 50.0}, [replace_config(local, rope_theta=50.0)] * 3 + [full]),
     ):
-        path.write_bytes(gguf_bytes({key: value for key, value in (keys | changes).items() if value is not None}, tensors))
-        found = load_checkpoint(path).config
+        found = load_checkpoint(write_model(tmp_path, keys | changes, tensors)).config
         assert [found.layer_config(i) for i in range(4)] == expected, changes
 
 
 def test_older_and_newer_qwen3_next_files_give_the_same_delta_nets(tmp_path: Path) -> None:
     """The fused projection, grouped by key head as in the folder: in floats, and in quantized blocks."""
-    (keys, tensors), path = read_converted("qwen3_next"), tmp_path / "model.gguf"
+    keys, tensors = read_converted("qwen3_next")
     older = {name: each for name, each in tensors.items() if "attn_qkv" not in name and "attn_gate" not in name}
     for full, (_, array) in hf_folders.read_folder_tensors(FIXTURES / "qwen3_next").items():
         if full.endswith("in_proj_qkvz.weight"):
             older[f"blk.{full.split('.')[2]}.ssm_in.weight"] = array
-    path.write_bytes(gguf_bytes(keys, older))
-    got, expected = (read_all_tensors(load_checkpoint(each)) for each in (path, FIXTURES / "gguf" / "qwen3_next.gguf"))
-    assert got.keys() == expected.keys()
-    for key, array in expected.items():
-        np.testing.assert_array_equal(got[key], array)
+    assert_same_tensors(load_checkpoint(write_model(tmp_path, keys, older)), load_checkpoint(PACKAGE / "qwen3_next.gguf"))
     blocks = random_blocks(np.random.default_rng(0), "Q8_0", 192, 32)
-    path.write_bytes(gguf_bytes(keys, older | {"blk.1.ssm_in.weight": blocks}))
+    path = write_model(tmp_path, keys, older | {"blk.1.ssm_in.weight": blocks})
     heads = dequantize("Q8_0", np.frombuffer(blocks.data, np.uint8).reshape(192, -1)).reshape(2, 96, 32)
     np.testing.assert_array_equal(load_checkpoint(path).tensors["1.delta_z"][30:40], heads[:, 64:].reshape(64, 32)[30:40])
 
 
 def test_the_layers_of_a_laguna_follow_its_keys(tmp_path: Path) -> None:
     """YaRN's factor is the file's own; each fourth layer from the first on has no window, unless a key differs."""
-    (keys, tensors), path = read_converted("laguna"), tmp_path / "model.gguf"
+    keys, tensors = read_converted("laguna")
 
     def read(**changes: Any) -> ModelConfig:
         changed = keys | {f"laguna.{key.replace('__', '.')}": value for key, value in changes.items()}
-        path.write_bytes(gguf_bytes({key: value for key, value in changed.items() if value is not None}, tensors))
-        return load_checkpoint(path).config
+        return load_checkpoint(write_model(tmp_path, changed, tensors)).config
 
     assert read() == read(expert_gating_func=None) == CONFIGS["laguna"]
     computed = read(rope__scaling__yarn_attn_factor=None).rope.attention_factor
@@ -835,12 +790,11 @@ def test_the_layers_of_a_laguna_follow_its_keys(tmp_path: Path) -> None:
 
 
 def test_numbers_of_layers_in_the_metadata_are_one_for_each_layer_or_one_for_all(tmp_path: Path) -> None:
-    (keys, tensors), path = read_converted("apertus"), tmp_path / "model.gguf"
-    path.write_bytes(gguf_bytes(keys | {"xielu.beta": 0.25}, tensors))
+    keys, tensors = read_converted("apertus")
+    path = write_model(tmp_path, keys | {"xielu.beta": 0.25}, tensors)
     assert [each[:].tolist() for each in load_checkpoint(path).tensors["beta"]] == [[0.25]] * 3
     for value in (None, [0.5, 0.5], [0.5] * 4, [0.5, 0.5, math.nan], [0.5, math.inf, 0.5], "0.5", [True] * 3, ["a"] * 3):
-        changed = {key: each for key, each in (keys | {"xielu.beta": value}).items() if each is not None}
-        path.write_bytes(gguf_bytes(changed, tensors))
-        assert "xielu.beta is " in (message := get_refusal(path)) and "expected a finite number for each of 3 layers" in message
-    path.write_bytes(gguf_bytes(keys, tensors | {"xielu.beta.0": tensors["blk.0.attn_norm.weight"]}))
+        message = get_refusal(write_model(tmp_path, keys | {"xielu.beta": value}, tensors))
+        assert "xielu.beta is " in message and "expected a finite number for each of 3 layers" in message
+    write_model(tmp_path, keys, tensors | {"xielu.beta.0": tensors["blk.0.attn_norm.weight"]})
     assert "xielu.beta.0" in get_refusal(path)

@@ -23,7 +23,15 @@ from tests.tools.fuzz_common import FINE
 from tests.tools.fuzz_common import REFUSED as REFUSED_IN_ONE_LINE
 from tests.tools.gguf_files import RawTensor
 from tests.tools.head_files import DIALECTS, write_folder, write_gguf
-from tests.tools.hf_folders import CONFIGS, DELETED, assert_rejected, edit_config, edit_tensors, read_all_tensors
+from tests.tools.hf_folders import (
+    CONFIGS,
+    DELETED,
+    assert_rejected,
+    assert_same_tensors,
+    edit_config,
+    edit_tensors,
+    read_all_tensors,
+)
 
 LAYER_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 HEAD = make_config(
@@ -76,11 +84,7 @@ def write_valid_gguf(path: Path, change: Callable[[dict[str, Any], dict[str, Any
 
 def assert_loads(checkpoint: Checkpoint, config: ModelConfig, tensors: dict[str, Any], ids: Any) -> None:
     assert checkpoint.config == config
-    found = read_all_tensors(checkpoint)
-    assert found.keys() == tensors.keys()
-    for name, array in tensors.items():
-        assert found[name].dtype == array.dtype, name
-        np.testing.assert_array_equal(found[name], array, name)
+    assert_same_tensors(checkpoint, tensors)
     assert (checkpoint.target_ids is None) == (ids is None)
     if ids is not None:
         assert checkpoint.target_ids.dtype == np.int64

@@ -29,6 +29,7 @@ from tests.tools.hf_folders import (
     MXFP4_FIXTURE,
     WEIGHTS,
     assert_rejected,
+    assert_same_tensors,
     copy_fixture,
     edit_tensors,
     join_safetensors,
@@ -89,10 +90,7 @@ def assert_loads_like(folder: Path, name: str) -> None:
     """Raise AssertionError unless a folder gives the same model as a fixture."""
     got, expected = load_checkpoint(folder), load_checkpoint(FIXTURES / name)
     assert (got.config, got.eos_tokens, got.bos_token_id) == (expected.config, expected.eos_tokens, expected.bos_token_id)
-    arrays, expected_arrays = read_all_tensors(got), read_all_tensors(expected)
-    assert arrays.keys() == expected_arrays.keys()
-    for key, array in arrays.items():
-        np.testing.assert_array_equal(array, expected_arrays[key], strict=True)
+    assert_same_tensors(got, expected)
 
 
 # Logits
@@ -302,10 +300,7 @@ def make_ternary_folders(path: Path) -> tuple[Path, Path]:
 
 def test_packed_ternary_weights_equal_their_floats(tmp_path: Path) -> None:
     packed, floats = make_ternary_folders(tmp_path)
-    expected, got = read_all_tensors(load_checkpoint(floats)), read_all_tensors(load_checkpoint(packed))
-    assert set(got) == set(expected)
-    for name, array in got.items():
-        np.testing.assert_array_equal(array, expected[name])
+    assert_same_tensors(load_checkpoint(packed), load_checkpoint(floats))
     assert load_model(packed).weights.format_names == "TQ2_0 and fp32", "2 bits stay 2 bits"
     tensor = load_checkpoint(packed).tensors["wq"][1]
     whole = tensor.read_blocks(0, 256)

@@ -448,6 +448,13 @@ def make_model_with_tokenizer(name: str, folder: Path) -> tuple[Keys, dict[str, 
     return keys | make_tokenizer_keys(name), tensors
 
 
+def write_model(folder: Path, keys: Keys, tensors: Mapping[str, Any]) -> Path:
+    """Write model.gguf to a folder, without the keys that are None. Return its path."""
+    path = folder / "model.gguf"
+    path.write_bytes(gguf_bytes({key: value for key, value in keys.items() if value is not None}, tensors))
+    return path
+
+
 def read_converted(name: str) -> tuple[Keys, dict[str, Any]]:
     """Return metadata and tensors of a file that llama.cpp's converter wrote."""
     file = GGUFFile(FIXTURES / "gguf" / f"{name}.gguf")

@@ -151,6 +151,14 @@ def read_all_tensors(checkpoint: Checkpoint) -> dict[str, Any]:
     return {name: np.stack([t[:] for t in ts]) if isinstance(ts, list) else ts[:] for name, ts in tensors.items()}
 
 
+def assert_same_tensors(got: Checkpoint | dict[str, Any], expected: Checkpoint | dict[str, Any]) -> None:
+    """Raise AssertionError unless both have the same tensors, with equal shapes and dtypes."""
+    arrays, others = (read_all_tensors(each) if isinstance(each, Checkpoint) else each for each in (got, expected))
+    assert arrays.keys() == others.keys()
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(array, others[name], name, strict=True)
+
+
 def assert_rejected(folder: Path, *words: str) -> str:
     """Return the error message, after checking that it is one line and names the folder and the words."""
     with pytest.raises(CheckpointError) as caught:
