@@ -159,13 +159,13 @@ def damage(path: Path, rng: np.random.Generator) -> None:
     path.write_bytes(data)
 
 
-def check_damaged(cache: PackedWeightsCache, model: Path, n: int) -> None:
-    """Damage both files of a cache n times, and check that the weights that are loaded are the model's each time."""
+@pytest.mark.parametrize("n_damages", [40, pytest.param(2000, marks=pytest.mark.campaign)])
+def test_a_damaged_file_is_not_used(cache: PackedWeightsCache, model: Path, n_damages: int) -> None:
     wanted = load(model, None)
     load(model, cache)
     files = get_files(cache)
     contents = [path.read_bytes() for path in files]
-    for seed in range(n):
+    for seed in range(n_damages):
         rng = np.random.default_rng(seed)
         for path, content in zip(files, contents, strict=True):
             path.write_bytes(content)
@@ -173,15 +173,6 @@ def check_damaged(cache: PackedWeightsCache, model: Path, n: int) -> None:
         damage(path, rng)
         weights = load(model, cache)
         assert_equal(weights, wanted)
-
-
-def test_a_damaged_file_is_not_used(cache: PackedWeightsCache, model: Path) -> None:
-    check_damaged(cache, model, 40)
-
-
-@pytest.mark.campaign
-def test_no_damaged_file_is_used(cache: PackedWeightsCache, model: Path) -> None:
-    check_damaged(cache, model, 2000)
 
 
 def test_a_copied_folder_and_a_changed_byte_are_not_used(cache: PackedWeightsCache, model: Path, tmp_path: Path) -> None:
