@@ -19,10 +19,10 @@ from specdec.model.kv_cache import INITIAL_CAPACITY
 from specdec.model.model import Model
 from specdec.model_config import ModelConfig
 from specdec.quant import FP32, INT4, INT8
-from specdec.quant.packed_matrix import to_float32
 from specdec.runtime import op_program
 from tests.tools.cache_contents import get_buffers
 from tests.tools.checkpoint_files import random_tensors
+from tests.tools.half_precision import to_half, widen_tensors
 from tests.tools.hf_folders import FIXTURES
 from tests.tools.random_heads import compute_oracle_logits, make_head, new_head_cache, random_head
 from tests.tools.random_models import (
@@ -146,18 +146,15 @@ def test_quantized_weights_give_similar_logits_that_do_not_depend_on_the_batch(n
         assert 0 < np.linalg.norm(alone - expected) / np.linalg.norm(expected) < most
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.uint16])
-def test_16_bit_weights_give_the_same_logits_as_their_values_in_fp32(dtype):
+@pytest.mark.parametrize("weight_format", ["fp16", "bf16"])
+def test_16_bit_weights_give_the_same_logits_as_their_values_in_fp32(weight_format):
     target = random_model(CONFIGS["gqa"])
     config, tensors, _ = random_head(target.config, own_classifier=True, own_embedding=True)
-    halves = {name: tensor.astype(np.float16) for name, tensor in tensors.items()}
-    if dtype is np.uint16:  # the bits of bf16
-        halves = {name: (tensor.view(np.uint32) >> 16).astype(np.uint16) for name, tensor in tensors.items()}
+    halves = {name: to_half(tensor, weight_format) for name, tensor in tensors.items()}
     heads = [
-        new_head_cache(Head(config, EAGLE3.pack(config, given), target, kv="f32"))
-        for given in (halves, {name: to_float32(tensor) for name, tensor in halves.items()})
+        new_head_cache(Head(config, EAGLE3.pack(config, given), target, kv="f32")) for given in (halves, widen_tensors(halves))
     ]
-    assert heads[0].model.weights.format_names == {np.float16: "fp16", np.uint16: "bf16"}[dtype]
+    assert heads[0].model.weights.format_names == weight_format
     tokens = random_tokens(target.config, 30)
     for head in heads:
         head.target_cache.forward(tokens[:-5])

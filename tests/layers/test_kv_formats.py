@@ -21,6 +21,7 @@ from tests.tools.checkpoint_files import random_tensors
 from tests.tools.decode import generate_tokens
 from tests.tools.family_models import FAMILIES, LATENT
 from tests.tools.family_models import random_tensors as family_tensors
+from tests.tools.half_precision import to_half
 from tests.tools.random_models import CONFIGS, THREAD_COUNTS, random_model, random_tokens, run_in_blocks
 
 portable_store = make_store(portable_to_nearest_fp16)
@@ -68,9 +69,7 @@ def test_fp16_conversions_round_to_nearest_even_and_overflow_to_nan():
 def test_logits_with_compact_kv_do_not_depend_on_batch_or_threads(name, weight_format, kv):
     config = CONFIGS[name]
     tokens = random_tokens(config, 70)
-    tensors = random_tensors(config, 1, 0.1)
-    if weight_format is BF16:
-        tensors = {name: (tensor.view(np.uint32) >> 16).astype(np.uint16) for name, tensor in tensors.items()}
+    tensors = {name: to_half(tensor, weight_format.name) for name, tensor in random_tensors(config, 1, 0.1).items()}
     weights = get_architecture(config).pack(config, tensors, None if weight_format is BF16 else weight_format)
     expected = run_in_blocks(Model(config, weights, 1, kv=kv), tokens, 1)
     for n_threads in THREAD_COUNTS:

@@ -17,6 +17,7 @@ from specdec.runtime.memory import zeros
 from specdec.runtime.op_program import Executor
 from specdec.runtime.simd import PANEL_ROWS, round_up
 from tests.tools.block_tensors import RandomBlockTensor
+from tests.tools.half_precision import to_half
 from tests.tools.random_models import run_sequentially
 
 T, THREADS = 64, 2
@@ -133,10 +134,7 @@ def make_matrices(weight_format, n_experts, rows, n, seed):
     """Return a matrix for each expert, as files of this format store it."""
     if weight_format.is_gguf_block:
         return [RandomBlockTensor(weight_format.name, rows, n, n_experts * seed + i) for i in range(n_experts)]
-    weights = random(n_experts, rows, n, seed=seed)
-    if weight_format is BF16:
-        return [*(weights.view(np.uint32) >> 16).astype(np.uint16)]
-    return [*(weights.astype(np.float16) if weight_format is FP16 else weights)]
+    return [*to_half(random(n_experts, rows, n, seed=seed), weight_format.name)]
 
 
 WEIGHT_FORMATS_BY_NAME = {

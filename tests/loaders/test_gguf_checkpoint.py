@@ -50,6 +50,7 @@ from tests.tools.gguf_files import (
     write_model,
     write_parts,
 )
+from tests.tools.half_precision import widen_exactly
 from tests.tools.hf_folders import CONFIGS, FIXTURES, assert_rejected, assert_same_tensors, read_all_tensors
 
 PACKAGE = FIXTURES / "gguf"
@@ -78,9 +79,7 @@ def test_a_file_written_by_the_package_is_read() -> None:
     with np.load(PACKAGE / "package.npz") as expected:
         assert set(file.entries) == set(expected)
         for name, floats in expected.items():
-            array = file.get_tensor(name)[:]
-            array = (array.astype(np.uint32) << 16).view(np.float32) if array.dtype == np.uint16 else array
-            np.testing.assert_array_equal(array.astype(np.float32), floats)
+            np.testing.assert_array_equal(widen_exactly(file.get_tensor(name)[:]), floats)
 
 
 def write_fixture(folder: Path, name: str, version: int = 3, **changes: Any) -> Path:
@@ -102,7 +101,7 @@ def test_a_converted_model_equals_its_folder_bit_by_bit(tmp_path: Path, name: st
     assert set(got) == set(expected)
     for key, wide in expected.items():
         if got[key].dtype != wide.dtype:  # vectors are fp32 in GGUF
-            wide = (wide.astype(np.uint32) << 16).view(np.float32) if wide.dtype == np.uint16 else wide.astype(np.float32)
+            wide = widen_exactly(wide)
         np.testing.assert_array_equal(got[key], wide, strict=True)
 
 

@@ -22,6 +22,7 @@ from tests.tools.configs import make_config, replace_config
 from tests.tools.fuzz_common import FINE
 from tests.tools.fuzz_common import REFUSED as REFUSED_IN_ONE_LINE
 from tests.tools.gguf_files import RawTensor
+from tests.tools.half_precision import to_half, widen_exactly
 from tests.tools.head_files import DIALECTS, write_folder, write_gguf
 from tests.tools.hf_folders import (
     CONFIGS,
@@ -54,14 +55,10 @@ HEADS = {
 TARGET = ModelConfig(32, 64, 8, 4, 2, 72, 128)
 
 
-def random_tensors(config: ModelConfig, dtype: Any = np.float32) -> dict[str, Any]:
+def random_tensors(config: ModelConfig, weight_format: str = "fp32") -> dict[str, Any]:
     rng = np.random.default_rng(7)
-    arrays = {
-        name: rng.standard_normal(shape).astype(np.float32) for name, shape in get_architecture(config).shapes(config).items()
-    }
-    if dtype == np.uint16:
-        return {name: (array.view(np.uint32) >> 16).astype(np.uint16) for name, array in arrays.items()}
-    return {name: array.astype(dtype) for name, array in arrays.items()}
+    shapes = get_architecture(config).shapes(config)
+    return {name: to_half(rng.standard_normal(shape).astype(np.float32), weight_format) for name, shape in shapes.items()}
 
 
 def random_ids(config: ModelConfig) -> Any:
@@ -117,19 +114,16 @@ def test_scaled_rope_in_gguf_becomes_frequency_factors(tmp_path: Path) -> None:
     assert checkpoint.config.rope.scaling is None
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.uint16])
-def test_two_byte_floats_are_kept(tmp_path: Path, dtype: Any) -> None:
-    config, tensors = HEADS["like qwen3"], random_tensors(HEADS["like qwen3"], dtype)
+@pytest.mark.parametrize("weight_format", ["fp16", "bf16"])
+def test_two_byte_floats_are_kept(tmp_path: Path, weight_format: str) -> None:
+    config, tensors = HEADS["like qwen3"], random_tensors(HEADS["like qwen3"], weight_format)
     assert_loads(
         load_checkpoint(write_folder(tmp_path, config, tensors, random_ids(config))), config, tensors, random_ids(config)
     )
-    tensors = random_tensors(HEAD, dtype)
+    tensors = random_tensors(HEAD, weight_format)
     found = load_checkpoint(write_gguf(tmp_path / "head.gguf", HEAD, tensors, random_ids(HEAD)))
     for name, array in read_all_tensors(found).items():
-        wide = (
-            (tensors[name].astype(np.uint32) << 16).view(np.float32) if dtype == np.uint16 else tensors[name].astype(np.float32)
-        )
-        np.testing.assert_array_equal(array, wide if array.ndim == 1 else tensors[name], name)
+        np.testing.assert_array_equal(array, widen_exactly(tensors[name]) if array.ndim == 1 else tensors[name], name)
 
 
 def test_a_head_may_be_sharded(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from specdec.model_config import ExpertsConfig, Llama3RopeScaling, YarnRopeScali
 from tests.tools import hf_folders
 from tests.tools.checkpoint_files import limit_memory
 from tests.tools.configs import describe_config, make_gemma3_layers, override_full_layers, replace_config
+from tests.tools.half_precision import to_half
 from tests.tools.hf_folders import (
     CONFIG_TABLE,
     CONFIGS,
@@ -291,7 +292,7 @@ def make_ternary_folders(path: Path) -> tuple[Path, Path]:
         codes, scale = rng.integers(0, 3, (n, columns), np.uint8), np.float32(rng.integers(100, 200) / 128)
         quarters = codes.reshape(4, n // 4, columns) << np.arange(0, 8, 2, dtype=np.uint8)[:, None, None]
         stored[name] = ("U8", np.bitwise_or.reduce(quarters, 0))
-        stored[f"{name}_scale"] = ("BF16", (np.array([scale]).view(np.uint32) >> 16).astype(np.uint16))
+        stored[f"{name}_scale"] = ("BF16", to_half(np.array([scale]), "bf16"))
         wide[name] = ("F32", (codes.astype(np.float32) - 1) * scale)
     for folder, tensors in ((packed, stored), (floats, wide)):
         (folder / WEIGHTS).write_bytes(hf_folders.safetensors_bytes(tensors))

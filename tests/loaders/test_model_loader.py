@@ -16,6 +16,7 @@ from specdec.runtime.op_program import run_on_all_threads
 from specdec.runtime.simd import LINE_BYTES, LINE_WORDS, PANEL_ROWS
 from tests.tools.block_tensors import RandomBlockTensor
 from tests.tools.checkpoint_files import limit_memory
+from tests.tools.half_precision import to_half
 from tests.tools.random_models import THREAD_COUNTS
 
 
@@ -83,7 +84,7 @@ def test_packed_bits_do_not_depend_on_the_chunk_size(monkeypatch: pytest.MonkeyP
         tensors = [RandomBlockTensor(weight_format.name, rows, n, seed) for seed in range(2)]
     else:
         noise = np.random.default_rng(0).standard_normal((2, rows, n)).astype(np.float32)
-        tensors = [*((noise.view(np.uint32) >> 16).astype(np.uint16) if weight_format is BF16 else noise)]
+        tensors = [*to_half(noise, weight_format.name)]
     for n_interleaved in (1, 2):
         whole = pack_matrix(tensors, weight_format, n_interleaved)
         with monkeypatch.context() as patch:

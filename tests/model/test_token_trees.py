@@ -17,6 +17,7 @@ from specdec.quant import BF16, FP32, INT8, WeightFormat
 from specdec.runtime.simd import Float32
 from tests.tools.configs import make_config, replace_config
 from tests.tools.family_models import FAMILIES, POISON, make_cache, random_tensors
+from tests.tools.half_precision import to_half
 from tests.tools.random_models import CONFIGS, THREAD_COUNTS, random_cache, random_tokens
 
 # head_dims of 2 to 128, heads that share keys, windows, norms of heads, learned positions
@@ -66,7 +67,7 @@ def assert_same_bits(got: Float32, expected: Float32) -> None:
 
 
 def bf16_cache(config: ModelConfig, n_threads: int = 1) -> KVCache:
-    tensors = {name: (tensor.view(np.uint32) >> 16).astype(np.uint16) for name, tensor in random_tensors(config).items()}
+    tensors = {name: to_half(tensor, "bf16") for name, tensor in random_tensors(config).items()}
     return Model(config, get_architecture(config).pack(config, tensors), n_threads).new_cache()
 
 

@@ -23,7 +23,7 @@ from specdec.runtime.op_program import CONTEXT_STRUCT, Executor, ForwardContext,
 from specdec.runtime.simd import PANEL_ROWS, ceil_div, make_vector_op, round_up
 from specdec.runtime.tile_simd import emit_word_lookup
 from specdec.runtime.work_stealing import get_chunk_range
-from tests.tools.half_precision import assert_same_bits, half_tensors, widen_exactly, widen_tensors
+from tests.tools.half_precision import assert_same_bits, half_tensors, to_half, widen_exactly, widen_tensors
 from tests.tools.random_models import CONFIGS, THREAD_COUNTS, random_tokens, run_in_blocks, run_product
 
 portable_tile = bf16_12bit.make_tile(make_vector_op(2, functools.partial(emit_word_lookup, lookup=("", 64))))
@@ -49,7 +49,7 @@ UNPACKED = UnpackedFormat(**vars(PACKED_BF16) | {"matmul": Kernel(unpacked_matmu
 
 def random_normal(rows: int, n: int, seed: int = 0) -> Floats:
     numbers = np.random.default_rng(seed).standard_normal((rows, n)).astype(np.float32) * np.float32(0.02)
-    return (numbers.view(np.uint32) >> 16).astype(np.uint16)
+    return to_half(numbers, "bf16")
 
 
 def random_bits(rows: int, n: int, seed: int, n_random: int = 3) -> Floats:
@@ -68,7 +68,7 @@ def unpack_bits(matrix: Matrix, first: int, rows: int) -> Floats:
     """Return the bits of that many rows as bf16, from a panel on."""
     floats = matrix.weight_format.unpack(matrix.panels, matrix.n, 0)[first * PANEL_ROWS :][:rows]
     assert not np.any(floats.view(np.uint32) & 0xFFFF)
-    return (floats.view(np.uint32) >> 16).astype(np.uint16)
+    return to_half(floats, "bf16")
 
 
 def run_embed(matrix: Matrix, tokens: list[int], n_threads: int = 1) -> Floats:

@@ -59,6 +59,7 @@ from tests.tools.cache_contents import get_buffers
 from tests.tools.decode import END_MARKS, decode, get_cache
 from tests.tools.fuzz_common import FINE, FOLDER, REFUSED, check_one_line, check_tensors, corrupt, damage_folder, damage_gguf
 from tests.tools.fuzz_heads import fuzz_head
+from tests.tools.half_precision import to_half
 
 HANG_TIMEOUT_S = 120  # a case that takes longer hangs
 MAX_SHOWN_FAILURES = 5  # per campaign
@@ -198,7 +199,7 @@ def random_matrix(rng, dtype, rows, n):
             numbers_rng, dtype, rows, n, rng.choice([0.1, 1.0]) * {"Q8": 2e-3, "Q6": 1e-3}.get(dtype[:2], 0.01)
         )
     floats = numbers_rng.standard_normal((rows, n)).astype(np.float32) * np.float32(0.1)
-    return {"F32": floats, "F16": floats.astype(np.float16), "BF16": (floats.view(np.uint32) >> 16).astype(np.uint16)}[dtype]
+    return {"F32": floats, "F16": floats.astype(np.float16), "BF16": to_half(floats, "bf16")}[dtype]
 
 
 def fuzz_weight_formats(rng):

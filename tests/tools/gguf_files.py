@@ -14,6 +14,7 @@ from specdec.loaders.gguf_file import GGUFFile
 from specdec.mixer_config import DeltaNetConfig, ShortConvConfig
 from specdec.model_config import Llama3RopeScaling, ModelConfig, YarnRopeScaling
 from tests.tools import hf_folders
+from tests.tools.half_precision import widen_exactly
 from tests.tools.hf_folders import CONFIG_TABLE, CONFIGS, FIXTURES
 
 TOKENIZERS = FIXTURES / "tokenizers"
@@ -248,10 +249,8 @@ def make_model_tensors(name: str) -> dict[str, Any]:
         if get_gguf_architecture(name) in PERMUTED and stored.split(".")[-2] in ("attn_q", "attn_k"):
             result = interleave_halves(array, config.head_dim)
         if result.ndim == 3:  # of a convolution
-            result = (result.astype(np.uint32) << 16).view(np.float32)[:, 0] if result.dtype == np.uint16 else result[:, 0]
-        if result.ndim == 1 and result.dtype == np.uint16:
-            result = (result.astype(np.uint32) << 16).view(np.float32)
-        tensors[stored] = result.astype(np.float32) if result.ndim == 1 else result
+            result = widen_exactly(result)[:, 0]
+        tensors[stored] = widen_exactly(result) if result.ndim == 1 else result
         if get_gguf_architecture(name) == "gemma3" and result.ndim == 1:
             tensors[stored] += 1
     if name == "phi3":
@@ -285,7 +284,7 @@ def convert_qwen35_tensor(config: ModelConfig, full: str, array: Any) -> Any:
     """Return a tensor as llama.cpp's converter writes it: norms unchanged, value heads interleaved by key head."""
     d = get_delta_config(config)
     assert d
-    wide = (array.astype(np.uint32) << 16).view(np.float32) if array.dtype == np.uint16 else array.astype(np.float32)
+    wide = widen_exactly(array)
     if full.endswith("A_log"):
         rates = np.empty_like(wide)
         fill_decay_rates(rates, wide)
@@ -444,7 +443,7 @@ def make_model_with_tokenizer(name: str, folder: Path) -> tuple[Keys, dict[str, 
     for full, (_, array) in hf_folders.read_folder_tensors(folder).items():
         stored = get_stored_name(full)
         rotated = interleave_halves(array, head_dim) if stored.split(".")[-2] in ("attn_q", "attn_k") else array
-        tensors[stored] = (rotated.astype(np.uint32) << 16).view(np.float32) if array.ndim == 1 else rotated
+        tensors[stored] = widen_exactly(rotated) if array.ndim == 1 else rotated
     return keys | make_tokenizer_keys(name), tensors
 
 

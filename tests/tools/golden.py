@@ -40,6 +40,7 @@ from tests.tools.block_tensors import ROWS, N, RandomBlockTensor, run_matmul
 from tests.tools.checkpoint_files import ROOT
 from tests.tools.configs import describe_config
 from tests.tools.decode import decode
+from tests.tools.half_precision import to_half, widen_tensors
 from tests.tools.hf_folders import CONFIGS, FIXTURES, TABLE, read_all_tensors
 from tests.tools.random_models import run_in_blocks
 
@@ -138,23 +139,12 @@ def load_tensors(model: str) -> tuple[Any, dict[str, Any]]:
     """Return a model's config, and its tensors in float32."""
     checkpoint = load_checkpoint((ROOT / "models" if model.endswith(".bin") else FIXTURES) / model)
     tensors = read_all_tensors(checkpoint)
-    return checkpoint.config, {name: widen(tensor) for name, tensor in tensors.items()}
-
-
-def widen(tensor: Any) -> Any:
-    return (tensor.astype(np.uint32) << 16).view(np.float32) if tensor.dtype == np.uint16 else tensor.astype(np.float32)
-
-
-def narrow(tensor: Any, weight_format: str) -> Any:
-    """Return a tensor in the numbers of a weight format; bf16 rounds towards zero."""
-    if weight_format in ("bf16", "packed bf16"):
-        return (tensor.view(np.uint32) >> 16).astype(np.uint16)
-    return tensor.astype(np.float16) if weight_format == "fp16" else tensor
+    return checkpoint.config, widen_tensors(tensors)
 
 
 def pack_weights(model: str, weight_format: str) -> tuple[Any, Weights]:
     config, tensors = load_tensors(model)
-    numbers = {name: narrow(tensor, weight_format) for name, tensor in tensors.items()}
+    numbers = {name: to_half(tensor, weight_format) for name, tensor in tensors.items()}
     return config, get_architecture(config).pack(config, numbers, WEIGHT_FORMATS[weight_format])
 
 

@@ -8,8 +8,10 @@ from tests.tools.checkpoint_files import random_tensors
 
 
 def to_half(numbers: np.ndarray, name: str) -> Floats:
-    """Convert float32 numbers to 16 bits; bf16 rounds towards zero."""
-    return (numbers.view(np.uint32) >> 16).astype(np.uint16) if name == "bf16" else numbers.astype(np.float16)
+    """Convert float32 numbers to the 16 bits of a weight format, or keep them for others; bf16 rounds towards zero."""
+    if "bf16" in name:
+        return (numbers.view(np.uint32) >> 16).astype(np.uint16)
+    return numbers.astype(np.float16) if name == "fp16" else numbers
 
 
 def half_tensors(config: ModelConfig, format_name: str) -> dict[str, Floats]:

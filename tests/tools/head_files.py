@@ -10,6 +10,7 @@ import specdec.heads  # noqa: F401  (adds the architectures of heads)
 from specdec.model_config import ModelConfig
 from tests.tools import gguf_files, hf_folders
 from tests.tools.gguf_files import Keys
+from tests.tools.half_precision import widen_exactly
 
 DIALECTS = ("eagle", "speculators", "eagle behind model.", "speculators behind model.")
 SAFETENSORS_DTYPES = {np.dtype(np.float32): "F32", np.dtype(np.float16): "F16", np.dtype(np.uint16): "BF16"}
@@ -144,9 +145,7 @@ def make_gguf_parts(config: ModelConfig, tensors: dict[str, Any], target_ids: An
     stored = {}
     for name, array in (tensors | {"fc_norm": tensors["fc_norm"][0]} if head.fc_norm else tensors).items():
         stored_name = f"blk.0.{LAYER_NAMES[name][1]}" if name in LAYER_NAMES else OUTER_NAMES[name][1]
-        is_bits = array.ndim == 1 and array.dtype == np.uint16
-        vector = (array.astype(np.uint32) << 16).view(np.float32) if is_bits else array
-        stored[f"{stored_name}.weight"] = vector.astype(np.float32) if array.ndim == 1 else np.ascontiguousarray(array)
+        stored[f"{stored_name}.weight"] = widen_exactly(array) if array.ndim == 1 else np.ascontiguousarray(array)
     if config.rope.scaling:
         stored["rope_freqs.weight"] = gguf_files.rope_divisors(config)
     if target_ids is not None:

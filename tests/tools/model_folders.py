@@ -10,6 +10,7 @@ import numpy as np
 
 from specdec import Sampling, SpeculativeDecoder, Step
 from specdec.text.hf_tokenizer import HFTokenizer
+from tests.tools.half_precision import to_half
 from tests.tools.hf_folders import FIXTURES, safetensors_bytes
 
 TOKENIZERS = FIXTURES / "tokenizers"
@@ -107,7 +108,7 @@ def write_random_model(path: Path, config: dict[str, Any], shapes: dict[str, tup
     for name, shape in shapes.items():
         numbers = rng.standard_normal(shape).astype(np.float32) * np.float32(0.3)
         numbers += np.float32("norm" in name or ".ln_" in name or name.startswith("ln_"))
-        tensors[name] = "BF16", (numbers.view(np.uint32) >> 16).astype(np.uint16)
+        tensors[name] = "BF16", to_half(numbers, "bf16")
     (path / "config.json").write_text(json.dumps(config))
     (path / "model.safetensors").write_bytes(safetensors_bytes(tensors))
 

@@ -5,9 +5,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tests.tools.gguf_files import get_stored_name, gguf_bytes, make_tokenizer_keys
+from tests.tools.half_precision import widen_exactly
 from tests.tools.hf_folders import read_folder_tensors
 from tests.tools.model_folders import TOKENIZERS, llama_config, llama_shapes, write_random_model
 
@@ -43,7 +42,7 @@ def read_answer_rows(folder: Path) -> Any:
     """Return the rows of "yes" and "no" of a reranker's classifier, in float32."""
     vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
     table = read_folder_tensors(folder)["model.embed_tokens.weight"][1]
-    return (table[[vocabulary["yes"], vocabulary["no"]]].astype(np.uint32) << 16).view(np.float32)
+    return widen_exactly(table[[vocabulary["yes"], vocabulary["no"]]])
 
 
 def make_reranker_gguf(folder: Path, path: Path, template: str | None, head: Any = None) -> Path:
@@ -60,7 +59,7 @@ def make_reranker_gguf(folder: Path, path: Path, template: str | None, head: Any
         keys["tokenizer.chat_template.rerank"] = template
     tensors = {}
     for full, (_, array) in read_folder_tensors(folder).items():
-        tensors[get_stored_name(full)] = array if array.ndim == 2 else (array.astype(np.uint32) << 16).view(np.float32)
+        tensors[get_stored_name(full)] = array if array.ndim == 2 else widen_exactly(array)
     if head is not None:
         tensors["cls.output.weight"] = head
     path.write_bytes(gguf_bytes(keys | make_tokenizer_keys("qwen2", folder / "tokenizer.json"), tensors))
