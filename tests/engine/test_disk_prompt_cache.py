@@ -21,8 +21,9 @@ from specdec.quant import INT8
 from specdec.quant.packed_matrix import LazyTable
 from specdec.runtime.disk_store import DiskStore
 from tests.tools.configs import replace_config
+from tests.tools.family_models import load_fixture_weights
 from tests.tools.hf_folders import FIXTURES
-from tests.tools.prompt_caches import load_weights, new_cache, prefill
+from tests.tools.prompt_caches import new_cache, prefill
 from tests.tools.random_models import random_tokens
 
 NAMES = ("qwen3", "gemma3", "gemma4", "phi3_long", "lfm2", "qwen35", "qwen35_odd", "granite_h", "nemotron_h", "falcon_h1", "gpt2")
@@ -373,8 +374,8 @@ def test_q8_caches_and_hidden_states_are_restored(folder):
 
 
 def test_keys_with_the_rope_factors_of_another_length_are_not_saved(folder):
-    config, weights = load_weights("phi3_long")
-    cache = Model(replace_config(config, longrope_threshold=BLOCK_TOKENS + 20), weights, 1).new_cache()
+    config, weights = load_fixture_weights("phi3_long")
+    cache = Model(replace_config(config, longrope_threshold=BLOCK_TOKENS + 20), weights, 1, 2000).new_cache()
     tokens, prompts = random_tokens(config, BLOCK_TOKENS + 21), folder()
     cache.forward(tokens[:-1])
     assert not cache.has_long_rope

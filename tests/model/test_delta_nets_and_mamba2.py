@@ -1,48 +1,33 @@
 """Gated delta nets and Mamba-2: the same bits for any batch, truncation, interruption and draft."""
 
-import functools
-
 import numpy as np
 import pytest
 
 from specdec.draft.draft_length import FixedLength
 from specdec.draft.lookup import LookupDrafter
-from specdec.loaders import load_checkpoint
-from specdec.model import get_architecture
 from specdec.model.kv_cache import INITIAL_CAPACITY
-from specdec.model.model import Model
 from specdec.quant import INT8
 from specdec.runtime import op_program
 from specdec.sampling import Sampling
 from specdec.verification import VERIFIERS
 from tests.tools.decode import decode, generate_tokens, get_tokens
-from tests.tools.hf_folders import FIXTURES
+from tests.tools.family_models import load_fixture_model
+from tests.tools.hf_folders import CONFIGS
 from tests.tools.random_models import THREAD_COUNTS, random_tokens, run_in_blocks
 
 NAMES = ("qwen35", "qwen35_odd", "qwen35_images", "granite_h", "granite_h_odd", "nemotron_h", "falcon_h1")
 ONE_OF_EACH = ("qwen35", "granite_h_odd")
-N_POSITIONS = 700
 PROMPT = [1, 7, 9]
 
 
-@functools.cache
-def load_weights(name, weight_format=None):
-    checkpoint = load_checkpoint(FIXTURES / name)
-    return checkpoint.config, get_architecture(checkpoint.config).pack(checkpoint.config, checkpoint.tensors, weight_format)
-
-
-def make_model(name="qwen35", n_threads=1, weight_format=None):
-    return Model(*load_weights(name, weight_format), n_threads, N_POSITIONS)
-
-
-def make_cache(name="qwen35", n_threads=1):
-    return make_model(name, n_threads).new_cache()
+def make_cache(name, n_threads=1):
+    return load_fixture_model(name, n_threads).new_cache()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bits_do_not_depend_on_batch_threads_or_n_logits(name):
-    tokens = random_tokens(load_weights(name)[0], 150)
-    alone = run_in_blocks(make_model(name), tokens, 1)
+    tokens = random_tokens(CONFIGS[name], 150)
+    alone = run_in_blocks(load_fixture_model(name), tokens, 1)
     for n_threads in THREAD_COUNTS:
         cache = make_cache(name, n_threads)
         for block in (2, 9, 64):
@@ -54,7 +39,7 @@ def test_bits_do_not_depend_on_batch_threads_or_n_logits(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rewind_within_a_pass_is_free_and_beyond_reruns(name):
-    rng, config = np.random.default_rng(1), load_weights(name)[0]
+    rng, config = np.random.default_rng(1), CONFIGS[name]
     cache, fresh, tokens = make_cache(name), make_cache(name), random_tokens(config, 120)
     n_run = []
     cache.forward(tokens)
@@ -72,7 +57,7 @@ def test_rewind_within_a_pass_is_free_and_beyond_reruns(name):
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_pass_interrupted_between_phases_leaves_valid_state(monkeypatch, name):
     """Some layers have advanced their state, others have not."""
-    tokens, cache = random_tokens(load_weights(name)[0], 300), make_cache(name)
+    tokens, cache = random_tokens(CONFIGS[name], 300), make_cache(name)
     cache.forward(tokens)  # and the buffers are large enough
     tokens = tokens[:231]
     expected = make_cache(name).forward(tokens, 60).copy()
@@ -97,7 +82,7 @@ def test_pass_interrupted_between_phases_leaves_valid_state(monkeypatch, name):
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_state_survives_buffer_growth(name):
-    tokens = random_tokens(load_weights(name)[0], INITIAL_CAPACITY + 40)
+    tokens = random_tokens(CONFIGS[name], INITIAL_CAPACITY + 40)
     grown, at_once = make_cache(name), make_cache(name)
     for end in (INITIAL_CAPACITY - 1, INITIAL_CAPACITY + 1, len(tokens)):
         logits = grown.forward(tokens[:end])
@@ -106,10 +91,10 @@ def test_state_survives_buffer_growth(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_drafts_change_no_token_and_trees_are_rejected(name):
-    target, sampling = make_model(name), Sampling(0.8, seed=3)
+    target, sampling = load_fixture_model(name), Sampling(0.8, seed=3)
     plain, _ = generate_tokens(target, None, sampling, prompt=PROMPT, max_tokens=90, eos_tokens={})
     for gamma in (1, 4, 12):
-        draft = make_model(name, weight_format=INT8)
+        draft = load_fixture_model(name, weight_format=INT8)
         drafted, statistics = generate_tokens(target, draft, sampling, gamma, prompt=PROMPT, max_tokens=90, eos_tokens={})
         assert drafted == plain and 0 < statistics.n_accepted < statistics.n_drafted
     verifier = VERIFIERS["coupled"](target.config.vocab_size, sampling)

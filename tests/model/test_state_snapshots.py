@@ -1,49 +1,24 @@
 """Snapshots of recurrent states: a truncated sequence continues from the nearest one with unchanged bits."""
 
-import functools
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
-from specdec.kernels import MAX_BATCH_TOKENS
-from specdec.loaders import load_checkpoint
-from specdec.model import get_architecture, state_snapshots
-from specdec.model.model import Model
+from specdec.model import state_snapshots
 from specdec.model.state_snapshots import MAX_SNAPSHOTS, MIN_SNAPSHOTS, PROMPT_END_OFFSET_TOKENS, Snapshot, Snapshots
 from specdec.quant import INT8
 from tests.tools.cache_contents import get_snapshots
-from tests.tools.hf_folders import FIXTURES
+from tests.tools.family_models import load_fixture_model
+from tests.tools.hf_folders import CONFIGS
+from tests.tools.prompt_caches import prefill
 from tests.tools.random_models import CONFIGS as PLAIN_CONFIGS
 from tests.tools.random_models import THREAD_COUNTS, interrupt_after, random_cache, random_tokens
 
 NAMES = ("lfm2", "lfm2_odd", "qwen35", "qwen35_odd", "granite_h", "granite_h_odd", "falcon_h1")
 
 
-@functools.cache
-def load_weights(name, weight_format=None):
-    checkpoint = load_checkpoint(FIXTURES / name)
-    return replace(checkpoint.config, seq_len=3000), get_architecture(checkpoint.config).pack(
-        checkpoint.config, checkpoint.tensors, weight_format
-    )
-
-
 @pytest.fixture(params=NAMES)
 def model(request):
-    return Model(*load_weights(request.param), 1)
-
-
-def make_cache(name, n_threads=1, weight_format=None):
-    return Model(*load_weights(name, weight_format), n_threads).new_cache()
-
-
-def read(cache, tokens):
-    """Prefill a prompt in chunks, as the scheduler does, and return the number of tokens that had to run."""
-    n = cache.count_prefill_tokens(tokens)
-    while n_left := cache.count_prefill_tokens(tokens):
-        n_chunk = min(cache.count_tokens_to_snapshot(tokens), MAX_BATCH_TOKENS)
-        cache.forward(tokens[: len(tokens) - 1 - n_left + n_chunk], 0, len(tokens))
-    return n
+    return load_fixture_model(request.param)
 
 
 def test_chat_without_old_reasoning_prefills_little_more_than_new_tokens(model):
@@ -51,7 +26,7 @@ def test_chat_without_old_reasoning_prefills_little_more_than_new_tokens(model):
     rng, cache, fresh = np.random.default_rng(1), model.new_cache(), model.new_cache()
     draw = lambda n: rng.integers(0, model.config.vocab_size, n).tolist()  # noqa: E731
     prompt, n_read, n_new = draw(90), 0, 0
-    n_read += read(cache, prompt)
+    n_read += prefill(cache, prompt)
     n_new += len(prompt) - 1
     for turn in range(20):
         logits = cache.forward(prompt, 1)
@@ -64,7 +39,7 @@ def test_chat_without_old_reasoning_prefills_little_more_than_new_tokens(model):
             cache.forward(thought[:n], 1)
         new = draw(130)  # the answer without its reasoning, and a question
         prompt = [*prompt[: len(prompt) - int(rng.integers(0, 8))], *new]
-        n_read += read(cache, prompt)
+        n_read += prefill(cache, prompt)
         n_new += len(new)
     assert n_read < 1.2 * n_new, (n_read, n_new)
 
@@ -72,28 +47,28 @@ def test_chat_without_old_reasoning_prefills_little_more_than_new_tokens(model):
 @pytest.mark.parametrize("weight_format", [None, INT8], ids=["bf16", "int8"])
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_after_restore_match_fresh_model(name, weight_format):
-    rng, config = np.random.default_rng(2), load_weights(name)[0]
-    caches = [make_cache(name, n_threads, weight_format) for n_threads in THREAD_COUNTS]
+    rng, config = np.random.default_rng(2), CONFIGS[name]
+    caches = [load_fixture_model(name, n_threads, weight_format).new_cache() for n_threads in THREAD_COUNTS]
     sequence, n_saved = random_tokens(config, 1500), 0
     for cache in caches:
-        read(cache, sequence)
+        prefill(cache, sequence)
     for n in (1400, 1100, 1490, 700, 30, 1300, 513, 1480):
         other = [*sequence[:n], *rng.integers(0, config.vocab_size, 120).tolist()]
-        expected = make_cache(name, 1, weight_format).forward(other, 30)
+        expected = load_fixture_model(name, 1, weight_format).new_cache().forward(other, 30)
         for cache in caches:
             unread = cache.count_prefill_tokens(other)
             n_saved += len(other) - 1 - unread > 0
             with interrupt_after(cache):
                 cache.forward(other)
-            read(cache, other)
+            prefill(cache, other)
             np.testing.assert_array_equal(cache.forward(other, 30), expected)
-            read(cache, sequence)
+            prefill(cache, sequence)
     assert n_saved > 3 * len(caches)
 
 
 def test_copied_cache_has_snapshots(model):
     tokens, cache = random_tokens(model.config, 900), model.new_cache()
-    read(cache, tokens)
+    prefill(cache, tokens)
     cache.forward([*tokens, 5, 6, 7], 3)
     for n in (880, 700, 600):
         other = [*tokens[:n], *tokens[::-1]][: n + 200]
@@ -120,7 +95,7 @@ def test_batched_prompts_take_snapshots(model):
 def test_model_without_recurrent_state_takes_no_snapshots():
     config = PLAIN_CONFIGS["gqa"]
     cache, tokens = random_cache(config), random_tokens(config, 90)
-    assert read(cache, tokens) == 89 and cache.count_tokens_to_snapshot([*tokens, 1]) == 1 and not get_snapshots(cache)
+    assert prefill(cache, tokens) == 89 and cache.count_tokens_to_snapshot([*tokens, 1]) == 1 and not get_snapshots(cache)
 
 
 def test_snapshot_limit_keeps_newest_and_most_spread(monkeypatch):
@@ -141,7 +116,7 @@ def test_snapshot_limit_keeps_newest_and_most_spread(monkeypatch):
 def test_sequence_bytes_include_snapshots(model):
     plain = sum(each.array.nbytes for each in model.grow_buffers(1024, 0, None).new.own)
     cache = model.new_cache()
-    read(cache, random_tokens(model.config, 2900))
+    prefill(cache, random_tokens(model.config, 2900))
     held = sum(each.n_bytes for each in get_snapshots(cache))
     assert 0 < held <= model.get_sequence_bytes(1024 - 64, True) - plain
     assert PROMPT_END_OFFSET_TOKENS < 64

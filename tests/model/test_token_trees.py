@@ -17,7 +17,8 @@ from specdec.quant import BF16, FP32, INT8, WeightFormat
 from specdec.runtime.simd import Float32
 from tests.tools.configs import make_config, replace_config
 from tests.tools.family_models import FAMILIES, POISON, make_cache, random_tensors
-from tests.tools.half_precision import to_half
+from tests.tools.fuzz import get_path
+from tests.tools.half_precision import assert_same_bits, to_half
 from tests.tools.random_models import CONFIGS, THREAD_COUNTS, random_cache, random_tokens
 
 # head_dims of 2 to 128, heads that share keys, windows, norms of heads, learned positions
@@ -48,22 +49,10 @@ def make_comb(n: int) -> list[int]:
     return [-1, *(node // 2 * 2 for node in range(n - 1))]
 
 
-def path_to(node: int, parents: list[int]) -> list[int]:
-    path = []
-    while node >= 0:
-        path.append(node)
-        node = parents[node]
-    return path[::-1]
-
-
 def compute_chain_logits(cache: KVCache, tokens: list[int], nodes: list[int], parents: list[int]) -> Float32:
     """Return the logits at the last token and at each node, each run as a chain."""
-    paths = [[], *(path_to(node, parents) for node in range(len(nodes)))]
+    paths = [[], *(get_path(node, parents) for node in range(len(nodes)))]
     return np.concatenate([cache.forward(tokens + [nodes[node] for node in path]).copy() for path in paths])
-
-
-def assert_same_bits(got: Float32, expected: Float32) -> None:
-    np.testing.assert_array_equal(got.view(np.int32), expected.view(np.int32))
 
 
 def bf16_cache(config: ModelConfig, n_threads: int = 1) -> KVCache:
@@ -189,7 +178,7 @@ def test_committed_path_becomes_part_of_sequence(name: str, is_explicit: bool, m
     for round in range(6):
         nodes = random_tokens(config, 40, 100 + round)
         cache.forward_tree(tokens, nodes, parents)
-        path = path_to([39, 0, 25, 30, 38, 12][round], parents)
+        path = get_path([39, 0, 25, 30, 38, 12][round], parents)
         if is_explicit:
             cache.commit_path(path)
             assert cache.n_tokens == len(tokens) + len(path)
@@ -282,7 +271,7 @@ def test_non_finite_node_affects_only_descendants(name: str) -> None:
     parents = random_parents(30, 2)
     nodes = [token if token != POISON else 1 for token in random_tokens(config, 30, 5)]
     sick = {3, 8, 14}
-    non_finite = [bool(sick & {*path_to(node, parents)}) for node in range(30)]
+    non_finite = [bool(sick & {*get_path(node, parents)}) for node in range(30)]
     tokens = [1, *(8 + token % 50 for token in random_tokens(config, 20))]
     expected = fresh.forward_tree(tokens, nodes, parents).copy()
     assert np.isfinite(expected).all() and any(non_finite) and not all(non_finite)
@@ -321,7 +310,7 @@ def test_interrupted_pass_or_commit_keeps_cache_consistent() -> None:
     try:
         for round in range(200):
             nodes, parents = random_tokens(config, 12, round), random_parents(12, round)
-            path = path_to(int(rng.integers(12)), parents)
+            path = get_path(int(rng.integers(12)), parents)
             try:
                 signal.setitimer(signal.ITIMER_REAL, 1e-6 + rng.uniform(0, min(seconds)))
                 one_round(tokens, nodes, parents, path)

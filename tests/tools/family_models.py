@@ -1,10 +1,12 @@
 """Random models of each family and architecture."""
 
+import functools
 from typing import Any
 
 import numpy as np
 
 from specdec.families.nemotron_h import make_layers
+from specdec.loaders import load_checkpoint
 from specdec.mixer_config import Mamba2Config, ShortConvConfig
 from specdec.model import get_architecture
 from specdec.model.kv_cache import KVCache
@@ -19,6 +21,7 @@ from specdec.model_config import (
 )
 from specdec.quant import FP32
 from tests.tools.configs import GPT2, make_config, override_full_layers
+from tests.tools.hf_folders import FIXTURES
 
 LLAMA_3 = Llama3RopeScaling(8.0, 1.0, 4.0, 40)  # so few positions that all three kinds of pairs occur
 
@@ -188,6 +191,17 @@ def make_model(config: ModelConfig, n_threads: int = 1, weight_format=FP32, n_po
 
 def make_cache(config: ModelConfig, n_threads: int = 1, weight_format=FP32) -> KVCache:
     return make_model(config, n_threads, weight_format).new_cache()
+
+
+@functools.cache
+def load_fixture_weights(name, weight_format=None):
+    checkpoint = load_checkpoint(FIXTURES / name)
+    return checkpoint.config, get_architecture(checkpoint.config).pack(checkpoint.config, checkpoint.tensors, weight_format)
+
+
+def load_fixture_model(name, n_threads=1, weight_format=None, kv="auto") -> Model:
+    """Return the model of a fixture with memory for 3000 positions, if it has as many."""
+    return Model(*load_fixture_weights(name, weight_format), n_threads, 3000, kv=kv)
 
 
 LATENT = ["latent attention", "latent attention of whole panels"]

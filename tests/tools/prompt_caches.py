@@ -1,37 +1,24 @@
 """KV caches of small models, for tests of the prompt caches."""
 
-import functools
-from dataclasses import replace
-
 import numpy as np
 
 from specdec import Sampling
 from specdec.engine.prefix_cache import PrefixCache
 from specdec.kernels import MAX_BATCH_TOKENS
-from specdec.loaders import load_checkpoint
-from specdec.model import get_architecture
-from specdec.model.model import Model
-from tests.tools.hf_folders import FIXTURES
-
-
-@functools.cache
-def load_weights(name, kind=None):
-    checkpoint = load_checkpoint(FIXTURES / name)
-    n = checkpoint.config.seq_len if checkpoint.config.learned_positions else 2000
-    config = replace(checkpoint.config, seq_len=n)
-    return config, get_architecture(config).pack(config, checkpoint.tensors, kind)
+from tests.tools.family_models import load_fixture_model
 
 
 def new_cache(name, kv="f16", kind=None, n_threads=1):
-    """Return a KV cache of a new cache."""
-    return Model(*load_weights(name, kind), n_threads, kv=kv).new_cache()
+    return load_fixture_model(name, n_threads, kind, kv).new_cache()
 
 
 def prefill(cache, tokens):
-    """Prefill a prompt in chunks, as the scheduler does."""
+    """Prefill a prompt in chunks, as the scheduler does, and return the number of tokens that had to run."""
+    n_prefilled = cache.count_prefill_tokens(tokens)
     while n_left := cache.count_prefill_tokens(tokens):
         n = min(cache.count_tokens_to_snapshot(tokens), MAX_BATCH_TOKENS)
         cache.forward(tokens[: len(tokens) - 1 - n_left + n], 0, len(tokens))
+    return n_prefilled
 
 
 class CountingCache(PrefixCache):
