@@ -121,16 +121,6 @@ class Autotuner:
                 return True
         return False
 
-    def record_step(self, n_tokens: int, seconds: float) -> None:
-        """Report the time of a decoding step to the thread tuner, if there is one; it may change the number of threads.
-
-        Args:
-            n_tokens: Number of tokens that the pass of the step ran.
-            seconds: Time of the pass and of the drafts before it.
-        """
-        if self.thread_tuner:
-            self.thread_tuner.record_step(n_tokens, seconds)
-
     def save_costs(self, costs: CostModel) -> None:
         """Keep corrected costs for later sequences, and write curve and acceptance to the calibration file, if there is one.
 

@@ -48,16 +48,14 @@ class Results:
     """The results of a forward pass over a batch.
 
     Attributes:
-        verified: The verified tokens of each sequence that decoded.
-        errors: The error of each sequence that failed.
+        outcomes: The verified tokens of each sequence that decoded, or the error of one that failed.
         seconds: Time of the pass and of the verification.
         experts: See `Step`.
     """
 
-    verified: dict[Sequence, Verified] = field(default_factory=dict)
-    errors: dict[Sequence, Exception] = field(default_factory=dict)
-    seconds: float = 0.0
-    experts: tuple[float, int] = (0.0, 0)
+    outcomes: Outcomes
+    seconds: float
+    experts: tuple[float, int]
 
 
 class ModelRunner:
@@ -78,13 +76,7 @@ class ModelRunner:
         """
         start = time.perf_counter()
         outcomes = self._run(batch) if batch.chunks or batch.decoding else {}
-        results = Results(seconds=time.perf_counter() - start, experts=self._target.experts_read)
-        for sequence, outcome in outcomes.items():
-            if isinstance(outcome, Exception):
-                results.errors[sequence] = outcome
-            else:
-                results.verified[sequence] = outcome
-        return results
+        return Results(outcomes, time.perf_counter() - start, self._target.experts_read)
 
     def _run(self, batch: Batch) -> Outcomes:
         """Return the verified tokens or the error of each sequence; a prefilled one without an error has no entry."""

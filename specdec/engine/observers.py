@@ -9,6 +9,7 @@ from specdec.engine.autotuner import Autotuner
 from specdec.engine.model_runner import Batch, Results
 from specdec.engine.sequence import Sequence, SequenceStatus
 from specdec.events import Step
+from specdec.speculative import Verified
 
 if TYPE_CHECKING:
     from specdec.engine.disk_prompt_cache import PromptCache
@@ -52,7 +53,7 @@ class PromptSaver(StepObserver):
     def on_pass(self, batch: Batch, results: Results, steps: Mapping[Sequence, Step]) -> None:
         """Save what the KV caches hold of prompts that are being prefilled."""
         for sequence, _ in batch.chunks:
-            if sequence not in results.errors:
+            if not isinstance(results.outcomes.get(sequence), Exception):
                 self._save(sequence, sequence.request.prompt, False)
 
     def on_end(self, sequence: Sequence) -> None:
@@ -92,11 +93,12 @@ class CostRecorder(StepObserver):
         seconds = results.seconds
         if not batch.decoding:
             self._autotuner.prefill_limit.update(seconds)
-        elif not batch.chunks and not results.errors:
+        elif not batch.chunks and len(steps) == len(batch.decoding):
             n_tokens = batch.n_tokens
-            self._autotuner.record_step(n_tokens, sum(step.draft_seconds for step in steps.values()) + seconds)
+            if tuner := self._autotuner.thread_tuner:
+                tuner.record_step(n_tokens, sum(step.draft_seconds for step in steps.values()) + seconds)
             if self._costs and len(steps) == self._costs.n_sequences:
-                n_generated = sum(len(each.tokens) for each in results.verified.values())
+                n_generated = sum(len(each.tokens) for each in results.outcomes.values() if isinstance(each, Verified))
                 self._costs.end_pass(n_tokens, n_generated, seconds)
 
     def on_end(self, sequence: Sequence) -> None:

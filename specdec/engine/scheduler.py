@@ -152,15 +152,16 @@ class Scheduler:
             self.running = sorted(self.running, key=has_run.__contains__)  # a new list, since other threads read the old one
         done, steps = Batch(), dict[Sequence, Step]()
         for sequence, _ in counts:
-            if error := results.errors.get(sequence):
-                done.add_event(sequence, self._fail(sequence, error))
+            outcome = results.outcomes.get(sequence)
+            if isinstance(outcome, Exception):
+                done.add_event(sequence, self._fail(sequence, outcome))
                 continue
-            if verified := results.verified.get(sequence):
-                steps[sequence] = step = sequence.commit(verified, results.seconds, results.experts)
+            if outcome:
+                steps[sequence] = step = sequence.commit(outcome, results.seconds, results.experts)
                 done.add_event(sequence, step)
                 if sequence.has_ended or not (self._recompute_lengths and self._has_crossed_length(sequence, len(step.tokens))):
                     continue
-                sequence.recompute()
+                sequence.begin_prefill(SequenceStatus.RECOMPUTE)
             done.add_event(sequence, sequence.prefill_progress)
         for observer in self._observers:
             observer.on_pass(batch, results, steps)

@@ -125,13 +125,10 @@ class Sequence:
         """Store the slot and the decoding state, count the cached prompt tokens, and begin the prefill of the prompt."""
         self.slot, self.state, self.start_time = slot, state, time.perf_counter()
         self.n_cached = self.count_prefilled()
-        self._begin_prefill(SequenceStatus.PREFILL)
+        self.begin_prefill(SequenceStatus.PREFILL)
 
-    def recompute(self) -> None:
-        """Begin to run the whole sequence again."""
-        self._begin_prefill(SequenceStatus.RECOMPUTE)
-
-    def _begin_prefill(self, status: SequenceStatus) -> None:
+    def begin_prefill(self, status: SequenceStatus) -> None:
+        """Begin to run the prompt, or the whole sequence again."""
         self.status, self._prefill_start, self._skipped_caches = status, time.perf_counter(), []
         self._is_draft_deferred = status is SequenceStatus.PREFILL and self._can_defer_draft()
         self._prefill_work = self._count_prefill_work()
