@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from specdec.kernels import MAX_BATCH_TOKENS
-from specdec.model.kv_cache import KVCache
+from specdec.model.kv_cache import INITIAL_CAPACITY, KVCache
 from specdec.model.model import Model
 from tests.tools.golden import WEIGHT_FORMATS, pack_weights
 from tests.tools.hf_folders import CONFIGS
@@ -14,9 +14,9 @@ CASES = [(model, [*WEIGHT_FORMATS][i % len(WEIGHT_FORMATS)], ("f32", "f16")[i //
 CASES += [("gpt2", "fp32", "f32"), ("gpt2", "int8", "f16"), ("llama3", "packed bf16", "f16"), ("qwen3", "bf16", "f32")]
 
 
-def run_random_batches(model: Model, alone: KVCache, n_sequences: int, rng: np.random.Generator) -> int:
+def run_random_batches(model: Model, alone: KVCache, n_sequences: int, rng: np.random.Generator, max_tokens: int = 90) -> int:
     """Run passes with proposals of any length, partly accepted, next to prefill chunks; return the number of passes."""
-    n_positions = min(model.longrope_threshold or model.n_positions, 90)
+    n_positions = min(model.longrope_threshold or model.n_positions, max_tokens)
     sequences = [random_tokens(model.config, int(rng.integers(2, n_positions)), i) for i in range(n_sequences)]
     caches, lengths, n_passes = [model.new_cache() for _ in sequences], [0] * n_sequences, 0
     while any(n < len(sequence) for n, sequence in zip(lengths, sequences, strict=True)):
@@ -42,6 +42,16 @@ def test_batch_of_eight_gives_logits_of_single_passes(model: str, weight_format:
     for n_threads in THREAD_COUNTS:
         batched, alone = Model(config, weights, n_threads, kv=kv), Model(config, weights, 1, kv=kv).new_cache()
         assert run_random_batches(batched, alone, 8, np.random.default_rng(n_threads)) > 5
+
+
+@pytest.mark.parametrize(("weight_format", "kv"), [("fp32", "f16"), ("int8", "f32")])
+def test_batches_can_outgrow_buffers(weight_format: str, kv) -> None:
+    config, weights = pack_weights("llama3", weight_format)
+    for n_threads in THREAD_COUNTS:
+        batched, alone = (Model(config, weights, n, 2 * INITIAL_CAPACITY, kv) for n in (n_threads, 1))
+        cache = alone.new_cache()
+        run_random_batches(batched, cache, 5, np.random.default_rng(1), batched.n_positions)
+        assert cache._capacity > INITIAL_CAPACITY
 
 
 @pytest.mark.parametrize("n_sequences", [5, pytest.param(12, marks=pytest.mark.campaign)])

@@ -1,4 +1,4 @@
-"""Gated delta nets and Mamba-2: the same bits for any batch, truncation, interruption and draft."""
+"""Gated delta nets, Mamba-2 and short convolutions: the same bits for any batch, truncation, interruption and draft."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from tests.tools.family_models import load_fixture_model
 from tests.tools.hf_folders import CONFIGS
 from tests.tools.random_models import THREAD_COUNTS, random_tokens, run_in_blocks
 
-NAMES = ("qwen35", "qwen35_odd", "qwen35_images", "granite_h", "granite_h_odd", "nemotron_h", "falcon_h1")
+NAMES = ("lfm2_odd", "qwen35", "qwen35_odd", "qwen35_images", "granite_h", "granite_h_odd", "nemotron_h", "falcon_h1")
 ONE_OF_EACH = ("qwen35", "granite_h_odd")
 PROMPT = [1, 7, 9]
 

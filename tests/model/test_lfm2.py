@@ -1,4 +1,4 @@
-"""LFM2: the state of its convolutions through rejections, interruptions, other sequences and long ones; trees are rejected."""
+"""LFM2: the state of its convolutions through rejections, interruptions, other sequences and long ones; decoders reject trees."""
 
 from dataclasses import replace
 
@@ -11,16 +11,14 @@ from specdec.draft.draft_length import FixedLength
 from specdec.draft.lookup import LookupDrafter
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.mixer_config import DeltaNetConfig, ShortConvConfig
-from specdec.model import get_architecture
 from specdec.model.kv_cache import INITIAL_CAPACITY
 from specdec.model.model import Model
 from specdec.model_config import LayerConfig
-from specdec.quant import FP32, INT8
 from specdec.sampling import Sampling
 from specdec.verification import VERIFIERS
 from tests.tools.configs import make_config, replace_config
-from tests.tools.decode import FakeDrafter, decode, generate_tokens, get_tokens
-from tests.tools.family_models import random_tensors
+from tests.tools.decode import FakeDrafter, decode, get_tokens
+from tests.tools.family_models import make_cache, make_model
 from tests.tools.random_models import CONFIGS, THREAD_COUNTS, interrupt_after, random_model, random_tokens
 
 CONFIG = make_config(40, 50, 4, 5, 1, 105, 700, False, head_dim=12, qk_norm=True, conv=((0, 1, 3), ShortConvConfig(4, True)))
@@ -36,24 +34,17 @@ INVALID_CONFIGS = [
 ]
 
 
-def make_model(n_threads=1, weight_format=FP32):
-    return Model(CONFIG, get_architecture(CONFIG).pack(CONFIG, random_tensors(CONFIG), weight_format), n_threads)
-
-
-def make_cache(n_threads=1):
-    return make_model(n_threads).new_cache()
-
-
 @pytest.mark.parametrize(("changes", "words"), INVALID_CONFIGS, ids=str)
 def test_invalid_layers_are_rejected(changes, words):
+    weights = make_model(CONFIG).weights
     with pytest.raises(ValueError, match=words):
-        Model(replace_config(CONFIG, **changes), make_model().weights)
+        Model(replace_config(CONFIG, **changes), weights)
 
 
 def test_rewind_within_a_pass_is_free_and_beyond_reruns():
     """Measured from the greatest length so far; bits match those of a fresh model, for all thread counts."""
     rng, tokens = np.random.default_rng(1), random_tokens(CONFIG, 150)
-    caches, fresh = [make_cache(n_threads) for n_threads in THREAD_COUNTS], make_cache()
+    caches, fresh = [make_cache(CONFIG, n_threads) for n_threads in THREAD_COUNTS], make_cache(CONFIG)
     for cache in caches:
         cache.forward(tokens)
     farthest, n_free = len(tokens), 0
@@ -86,7 +77,7 @@ def make_partly_wrong_drafter(sequence):
 
 @pytest.mark.parametrize("gamma", [3, 63])
 def test_output_equals_plain_output_for_any_rejections(gamma):
-    prompt, cache = random_tokens(CONFIG, 5), make_cache()
+    prompt, cache = random_tokens(CONFIG, 5), make_cache(CONFIG)
     verifier = VERIFIERS["coupled"](CONFIG.vocab_size, Sampling(1.0, seed=4))
 
     def generate(drafter):
@@ -100,8 +91,8 @@ def test_output_equals_plain_output_for_any_rejections(gamma):
 
 
 def test_interrupted_pass_keeps_convolution_inputs():
-    tokens, wrong, cache = random_tokens(CONFIG, 200), random_tokens(CONFIG, 200, seed=8), make_cache()
-    expected = make_cache().forward(tokens, 64).copy()
+    tokens, wrong, cache = random_tokens(CONFIG, 200), random_tokens(CONFIG, 200, seed=8), make_cache(CONFIG)
+    expected = make_cache(CONFIG).forward(tokens, 64).copy()
     cache.forward(tokens[:100])
     for n in (1, 2, 64, 3, 40):
         with interrupt_after(cache):
@@ -110,19 +101,10 @@ def test_interrupted_pass_keeps_convolution_inputs():
     np.testing.assert_array_equal(cache.forward(tokens, 64), expected)
 
 
-def test_trees_are_rejected_and_other_families_can_draft():
-    target, sampling = make_model(), Sampling(0.8, seed=3)
-    with pytest.raises(ValueError, match=r"^token trees are not supported by models with a recurrent state$"):
-        target.new_cache().forward_tree([1, 2], [3], [-1])
-    plain, _ = generate_tokens(target, None, sampling, max_tokens=60)
-    for draft in (random_model(CONFIGS["odd"]), make_model(weight_format=INT8)):
-        assert generate_tokens(target, draft, sampling, gamma=7, max_tokens=60)[0] == plain
-
-
 def test_decoder_rejects_trees_or_omits_them(tokenizer_path):
     """Also if only the draft has a recurrent state, and in a sweep."""
     config = replace_config(CONFIG, vocab_size=300, conv=((0, 1, 3), ShortConvConfig()))
-    target, other = (Model(config, get_architecture(config).pack(config, random_tensors(config)), 1) for _ in range(2))
+    target, other = (make_model(config) for _ in range(2))
     llama = random_model(replace(CONFIGS["odd"], vocab_size=300))
     for models, role in (((target, other), "target"), ((llama, target), "draft")):
         error = f'^trees are not supported by the {role}: its recurrent state holds one sequence; leave out tree "on"$'

@@ -14,7 +14,7 @@ from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.layers import architecture, buffers
 from specdec.loaders import load_checkpoint
 from specdec.loaders.model_paths import DEFAULT_DRAFT, DEFAULT_TARGET
-from specdec.model.kv_cache import INITIAL_CAPACITY, KVCache
+from specdec.model.kv_cache import KVCache
 from specdec.model.llama import LLAMA
 from specdec.model.model import Model
 from specdec.model_config import ModelConfig
@@ -318,31 +318,6 @@ def test_logits_depend_only_on_preceding_tokens_even_after_non_finite_ones(name,
     np.testing.assert_array_equal(logits[0], expected[11])
     assert not np.isfinite(logits[1:]).any()
     np.testing.assert_array_equal(cache.forward(sequence, len(sequence) - 12), expected[12:])
-
-
-@pytest.mark.parametrize("kv", ["f32", "f16"])
-@pytest.mark.parametrize("weight_format", [FP32, INT8])
-@pytest.mark.parametrize("n_threads", THREAD_COUNTS)
-def test_batch_gives_logits_of_single_passes(n_threads, weight_format, kv):
-    """With any lengths, chunks, with and without logits, truncations, and growth."""
-    config, rng = replace(CONFIGS["odd"], seq_len=2 * INITIAL_CAPACITY), np.random.default_rng(n_threads)
-    weights = random_model(config, weight_format).weights
-    model = Model(config, weights, n_threads, kv=kv)
-    caches = [model.new_cache() for _ in range(5)]
-    alone = [Model(config, weights, 1, kv=kv).new_cache() for _ in caches]
-    sequences, at = [random_tokens(config, n, n) for n in (1, 40, 7, INITIAL_CAPACITY + 30, 90)], [0] * 5
-    for _ in range(40):
-        jobs, n_free = [], MAX_BATCH_TOKENS
-        for i in rng.permutation(5):
-            if n := min(int(rng.integers(1, 25)), len(sequences[i]) - at[i], n_free):
-                at[i], n_free = at[i] + n, n_free - n
-                jobs.append((i, sequences[i][: at[i]], int(rng.integers(0, n + 1))))
-        batched = model.forward([(caches[i], tokens, n_logits) for i, tokens, n_logits in jobs])
-        for (i, tokens, n_logits), logits in zip(jobs, batched, strict=True):
-            np.testing.assert_array_equal(logits, alone[i].forward(tokens, n_logits))
-            at[i] -= int(rng.integers(0, 4)) if at[i] > 10 else 0
-    assert at[3] > INITIAL_CAPACITY
-    np.testing.assert_array_equal(caches[3].forward(sequences[3][:60], 60), alone[3].forward(sequences[3][:60], 60))
 
 
 def test_invalid_batches_are_rejected_and_lose_nothing():
