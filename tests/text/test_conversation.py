@@ -345,34 +345,35 @@ def test_an_invalid_question_is_reported_in_one_line(model: Path, tmp_path: Path
     assert (code, out) == (2, "") and errors.count("\n") == 1 and "context holds 320" in errors
 
 
+def enter(job: ShellJob, keys: bytes, word: str) -> None:
+    """Type keys, and read the terminal up to the word and the next prompt."""
+    job.type_keys(keys)
+    job.read_until(word=word)
+    if b">>> " not in job.raw[job.raw.rindex(word.encode()) :]:
+        job.read_until(word=">>> ")
+
+
 def test_a_chat_at_a_terminal(model: Path, tmp_path: Path) -> None:
     """Covers pasted lines, Ctrl-C during an answer and on a line, commands, history and Ctrl-D."""
     saved = tmp_path / "kept"
     arguments = ["chat", "-m", model, "-s", 5, "--max-tokens", 4000, "-j", 1, "--kv", "f32"]
     with ShellJob(arguments, XDG_STATE_HOME=str(tmp_path), TERM="xterm") as job:
         job.read_until(word=">>> ")
-
-        def enter(keys: bytes, word: str) -> None:
-            job.type_keys(keys)
-            job.read_until(word=word)
-            if ">>> " not in job.raw[job.raw.rindex(word.encode()) :].decode():
-                job.read_until(word=">>> ")
-
-        enter(b"/foo\r", "unknown command /foo; /help lists")
-        enter(b"/set temprature 1\r", "did you mean temperature?")
-        enter(b"/set max_tokens 5\r", "max_tokens 5")
-        enter(b"\x1b[200~one\rtwo\r/stats\t\x1b[201~ three\r", "5 tok")
-        enter(b"\x1b[200~%s\x1b[201~\r" % b"\r".join([b"four five"] * 30), "5 tok")
-        enter(b"\x1b[A six\r", "[four five four")
+        enter(job, b"/foo\r", "unknown command /foo; /help lists")
+        enter(job, b"/set temprature 1\r", "did you mean temperature?")
+        enter(job, b"/set max_tokens 5\r", "max_tokens 5")
+        enter(job, b"\x1b[200~one\rtwo\r/stats\t\x1b[201~ three\r", "5 tok")
+        enter(job, b"\x1b[200~%s\x1b[201~\r" % b"\r".join([b"four five"] * 30), "5 tok")
+        enter(job, b"\x1b[A six\r", "[four five four")
         job.resize(40, 12)
-        enter(b"/stats\r", "arithmetic")
-        enter(b"/set max_tokens 300\r", "max_tokens 300")
-        enter(b"typed\x03", "leaves")
-        enter(b"/save %s\r" % str(saved).encode(), "saved in")
-        enter(b"/clear\r", "starts over")
-        enter(b"/regen\r", "no answer yet")
-        enter(b"/system Sing.\r", "system prompt: Sing.")
-        enter(b"/load %s\r" % str(saved).encode(), "3 turns from")
+        enter(job, b"/stats\r", "arithmetic")
+        enter(job, b"/set max_tokens 300\r", "max_tokens 300")
+        enter(job, b"typed\x03", "leaves")
+        enter(job, b"/save %s\r" % str(saved).encode(), "saved in")
+        enter(job, b"/clear\r", "starts over")
+        enter(job, b"/regen\r", "no answer yet")
+        enter(job, b"/system Sing.\r", "system prompt: Sing.")
+        enter(job, b"/load %s\r" % str(saved).encode(), "3 turns from")
         job.type_keys(b"\x04")
         assert int(job.read_report()) == 0
         assert job.is_echoing()
@@ -390,20 +391,15 @@ def test_a_dumb_terminal(model: Path, tmp_path: Path) -> None:
     saved = tmp_path / "kept"
     with ShellJob(["chat", "-m", model, "-s", 5, "--max-tokens", 5, "-j", 1, "--no-history", "-y", "Sing."], TERM="dumb") as job:
         job.read_until(word=">>> ")
-        job.type_keys(b"one\r\rtwo\r")
-        job.read_until(word="5 tok")
-        wait_until(lambda: (job.read_until(), job.raw.endswith(b">>> "))[1])
+        enter(job, b"one\r\rtwo\r", "5 tok")
         job.type_keys(b"half")
         job.read_until(word="half")
         job.type_keys(b"\x1a")
         assert job.read_report() == "stopped"
         job.resume()
         job.read_until(word=">>> half")
-        job.type_keys(b" a line\r")
-        job.read_until(word="5 tok")
-        wait_until(lambda: (job.read_until(), job.raw.endswith(b">>> "))[1])
-        job.type_keys(b"/save %s\r" % str(saved).encode())
-        job.read_until(word="saved in")
+        enter(job, b" a line\r", "5 tok")
+        enter(job, b"/save %s\r" % str(saved).encode(), "saved in")
         assert not re.search(rb"\x1b\[[0-9;]*m", job.raw)
         job.type_keys(b"/bye now\r")
         assert int(job.read_report()) == 0
@@ -428,16 +424,10 @@ def test_typed_input_is_utf8_in_any_locale(model: Path, tmp_path: Path, environm
     with ShellJob(arguments, XDG_STATE_HOME=str(tmp_path), TERM="xterm", **environment) as job:
         job.read_until(word=">>> ")
         for keys in ("\x1b[A\r", "aé日x\x7f\x7f\r"):
-            job.type_keys(keys.encode())
-            job.read_until(word="5 tok")
-            wait_until(lambda: (job.read_until(), job.raw.endswith(b">>> "))[1])
-        job.type_keys(f"/save {tmp_path}/k\r".encode())
-        job.read_until(word="saved in")
-        job.type_keys(f"/save {saved}\r".encode())
-        job.read_until(word="saved in")
-        job.type_keys(f"/load {saved}\r".encode())
-        job.read_until(word="2 turns from")
-        wait_until(lambda: (job.read_until(), job.raw.endswith(b">>> "))[1])
+            enter(job, keys.encode(), "5 tok")
+        enter(job, f"/save {tmp_path}/k\r".encode(), "saved in")
+        enter(job, f"/save {saved}\r".encode(), "saved in")
+        enter(job, f"/load {saved}\r".encode(), "2 turns from")
         job.type_keys(b"\x04")
         assert int(job.read_report()) == 0
         assert b"Traceback" not in job.raw
@@ -488,8 +478,7 @@ def test_a_conversation_survives_its_terminal(model: Path, tmp_path: Path) -> No
     last = tmp_path / "specdec" / "last-talk"
     with ShellJob([*arguments, "-i", "Say:", "-f", question, "--no-history"], XDG_STATE_HOME=str(tmp_path)) as job:
         job.read_until(word="5 tok")
-        job.type_keys(b"/load\r")
-        job.read_until(word="name is missing")
+        enter(job, b"/load\r", "name is missing")
     assert not last.exists()
     with ShellJob([*arguments, "-i", "Say:", "-f", question], XDG_STATE_HOME=str(tmp_path)) as job:
         job.read_until(word="5 tok")
@@ -500,10 +489,8 @@ def test_a_conversation_survives_its_terminal(model: Path, tmp_path: Path) -> No
     assert last.stat().st_mode & 0o777 == 0o600
     with ShellJob(arguments, XDG_STATE_HOME=str(tmp_path)) as job:
         job.read_until(word="/load continues the last conversation")
-        job.type_keys(b"/load\r")
-        job.read_until(word="1 turn from the last conversation")
-        job.type_keys(b"/save %s\r" % str(tmp_path / "kept").encode())
-        job.read_until(word="saved in")
+        enter(job, b"/load\r", "1 turn from the last conversation")
+        enter(job, b"/save %s\r" % str(tmp_path / "kept").encode(), "saved in")
     assert json.loads((tmp_path / "kept").read_text()) == content
 
 
@@ -575,8 +562,7 @@ def test_a_mistyped_command_is_reported_with_a_suggestion(model: Path) -> None:
             (b"/clear this up\r", "/clear takes no words"),
             (b"/set seed 1.5\r", "expected a whole number"),
         ):
-            job.type_keys(typed)
-            job.read_until(word=expected)
+            enter(job, typed, expected)
         job.type_keys(b"/quit\r")
         assert job.read_report() == "0"
 
@@ -592,10 +578,8 @@ def test_ctrl_c_stops_an_answer_and_the_chat_continues(model: Path, tmp_path: Pa
     ) as job:
         job.read_until(word=">>> hi\x1b[0m\r\n")
         wait_until(lambda: (job.read_until(), len(job.raw.split(b">>> hi\x1b[0m\r\n")[1]) > 100)[1])  # until an answer starts
-        job.type_keys(b"\x03")
-        job.read_until(word="interrupted")
-        job.type_keys(b"/save %s\r" % str(tmp_path / "kept").encode())
-        job.read_until(word="saved in")
+        enter(job, b"\x03", "interrupted")
+        enter(job, b"/save %s\r" % str(tmp_path / "kept").encode(), "saved in")
         job.type_keys(b"/bye\r")
         assert int(job.read_report()) == 0
     assert json.loads((tmp_path / "kept").read_text())["messages"][1]["tokens"]
