@@ -23,7 +23,7 @@ from specdec.runtime.op_program import CONTEXT_STRUCT, Executor, ForwardContext,
 from specdec.runtime.simd import PANEL_ROWS, ceil_div, make_vector_op, round_up
 from specdec.runtime.tile_simd import emit_word_lookup
 from specdec.runtime.work_stealing import get_chunk_range
-from tests.tools.half_precision import assert_same_bits, half_tensors, to_half, widen_exactly, widen_tensors
+from tests.tools.half_precision import assert_same_bits, assert_same_products, half_tensors, to_half, widen_exactly, widen_tensors
 from tests.tools.random_models import CONFIGS, THREAD_COUNTS, random_tokens, run_in_blocks, run_product
 
 portable_tile = bf16_12bit.make_tile(make_vector_op(2, functools.partial(emit_word_lookup, lookup=("", 64))))
@@ -127,18 +127,9 @@ def test_all_16_bit_values_round_trip_if_the_pool_is_large_enough(slot_per_block
 def test_matmul_equals_bf16_bit_for_bit(slot_per_block: None, weight_format: WeightFormat, rows: int, n: int) -> None:
     w = [random_bits(rows, n, 0), random_bits(rows, n, 1)]
     w = [np.where(np.abs(widen_exactly(tensor)) < 1e30, tensor, random_normal(rows, n)) for tensor in w]  # sums stay finite
-    rng = np.random.default_rng(0)
     for n_interleaved in (1, 2):
         matrix, plain = pack_matrix(w, weight_format, n_interleaved), pack_matrix(w, BF16, n_interleaved)
-        x, start = zeros(64, round_up(n, 32)), rng.standard_normal((64, matrix.n_rows)).astype(np.float32)
-        x[:] = rng.standard_normal(x.shape)
-        x[:, n:] = np.nan
-        for n_tokens in (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 33, 64):
-            got, expected = zeros(n_tokens, matrix.n_rows), zeros(n_tokens, matrix.n_rows)
-            got[:] = expected[:] = start[:n_tokens]
-            run_product(matrix, got, x[:n_tokens], adding=n_tokens % 2 == 0)
-            run_product(plain, expected, x[:n_tokens], adding=n_tokens % 2 == 0)
-            assert_same_bits(got, expected)
+        assert_same_products(matrix, plain, n, (*range(1, 10), 16, 17, 33, 64))
 
 
 @pytest.mark.parametrize("name", ["gqa", "head_dim_48"])

@@ -16,12 +16,12 @@ from specdec.quant import BF16, FP16, FP32, INT8, WeightFormat, choose_weight_fo
 from specdec.quant.fp32 import get_float_activations
 from specdec.quant.matmul import Tile, make_float_tile, make_matmul
 from specdec.quant.packed_matrix import Floats, pack_matrix, to_float32
-from specdec.runtime.memory import all_finite, zeros
+from specdec.runtime.memory import all_finite
 from specdec.runtime.op_program import Kernel
-from specdec.runtime.simd import LANES, PORTABLE_FP16_STORAGE, load, load_bf16, make_load, round_up, store
+from specdec.runtime.simd import LANES, PORTABLE_FP16_STORAGE, load, load_bf16, make_load, store
 from tests.tools.checkpoint_files import ROOT, random_tensors
-from tests.tools.half_precision import assert_same_bits, half_tensors, to_half, widen_exactly, widen_tensors
-from tests.tools.random_models import CONFIGS, THREAD_COUNTS, random_tokens, run_in_blocks, run_product
+from tests.tools.half_precision import assert_same_bits, assert_same_products, half_tensors, to_half, widen_exactly, widen_tensors
+from tests.tools.random_models import CONFIGS, THREAD_COUNTS, random_tokens, run_in_blocks
 
 ALL_BITS = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
 FORMATS = {"bf16": BF16, "fp16": FP16}
@@ -75,21 +75,13 @@ def random_weights(rows: int, n: int, format_name: str) -> Floats:
 @pytest.mark.parametrize("weight_format", [BF16, FP16, PORTABLE_FP16], ids=["bf16", "fp16", "portable fp16"])
 @pytest.mark.parametrize(("rows", "n"), [(32, 64), (70, 33), (33, 1), (100, 2), (40, 577)])
 def test_matmul_equals_that_of_widened_weights_bit_for_bit(weight_format: WeightFormat, rows: int, n: int) -> None:
-    rng = np.random.default_rng(0)
     below, above = random_weights(rows, n, weight_format.name), random_weights(50, n, weight_format.name)
     for n_interleaved, w in ((1, [below, above]), (2, [below, below[::-1]])):
         matrix, wide = (
             pack_matrix(w, weight_format, n_interleaved),
             pack_matrix([widen_exactly(tensor) for tensor in w], FP32, n_interleaved),
         )
-        x, start = zeros(64, round_up(n, 32)), rng.standard_normal((64, matrix.n_rows)).astype(np.float32)
-        x[:] = rng.standard_normal(x.shape)
-        for n_tokens in range(1, 65):
-            got, expected = zeros(n_tokens, matrix.n_rows), zeros(n_tokens, matrix.n_rows)
-            got[:] = expected[:] = start[:n_tokens]
-            run_product(matrix, got, x[:n_tokens], adding=n_tokens % 2 == 0)
-            run_product(wide, expected, x[:n_tokens], adding=n_tokens % 2 == 0)
-            assert_same_bits(got, expected)
+        assert_same_products(matrix, wide, n, range(1, 65))
         assert_same_bits(matrix.weight_format.unpack(matrix.panels, n, 0), wide.weight_format.unpack(wide.panels, n, 0))
         assert 2 * matrix.panels.nbytes == wide.panels.nbytes
 

@@ -1,10 +1,15 @@
 """Random tensors in half precision, and exact conversions."""
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from specdec.model_config import ModelConfig
-from specdec.quant.packed_matrix import Floats
+from specdec.quant.packed_matrix import Floats, Matrix
+from specdec.runtime.memory import zeros
+from specdec.runtime.simd import round_up
 from tests.tools.checkpoint_files import random_tensors
+from tests.tools.random_models import run_product
 
 
 def to_half(numbers: np.ndarray, name: str) -> Floats:
@@ -25,6 +30,20 @@ def widen_tensors(tensors: dict[str, Floats]) -> dict[str, np.ndarray]:
 
 def widen_exactly(rows: Floats) -> np.ndarray:
     return (rows.astype(np.uint32) << 16).view(np.float32) if rows.dtype == np.uint16 else rows.astype(np.float32)
+
+
+def assert_same_products(a: Matrix, b: Matrix, n: int, token_counts: Iterable[int]) -> None:
+    """Check that products of random rows with n numbers, also added to others, have the same bits for two matrices."""
+    rng = np.random.default_rng(0)
+    x, start = zeros(64, round_up(n, 32)), rng.standard_normal((64, a.n_rows)).astype(np.float32)
+    x[:] = rng.standard_normal(x.shape)
+    x[:, n:] = np.nan
+    for n_tokens in token_counts:
+        got, expected = zeros(n_tokens, a.n_rows), zeros(n_tokens, a.n_rows)
+        got[:] = expected[:] = start[:n_tokens]
+        run_product(a, got, x[:n_tokens], adding=n_tokens % 2 == 0)
+        run_product(b, expected, x[:n_tokens], adding=n_tokens % 2 == 0)
+        assert_same_bits(got, expected)
 
 
 def assert_same_bits(a: np.ndarray, b: np.ndarray) -> None:
