@@ -28,6 +28,7 @@ from specdec.tokenizer import TokenizerError
 from tests.fakes.hub import COMMIT, FakeHub
 from tests.tools.checkpoint_files import ROOT, SHARED
 from tests.tools.head_files import write_folder
+from tests.tools.hf_folders import get_error
 
 pytest.importorskip("huggingface_hub", reason="the extra [hub] is not installed")
 
@@ -132,14 +133,6 @@ def write_partial_file(tmp_path: Path, data: bytes) -> None:
 def list_partial_files(tmp_path: Path) -> list[str]:
     """Return the partial files in the cache."""
     return [path.name for path in (tmp_path / "home" / "hub").glob("models--*/**/*.incomplete")]
-
-
-def get_error(call: Callable[[], object], error: type[Exception] = CheckpointError) -> str:
-    """Return the error message, which is one line."""
-    with pytest.raises(error) as caught:
-        call()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from specdec.loaders import CheckpointError, model_paths
+from specdec.loaders import model_paths
 from specdec.loaders.model_paths import is_model_name, resolve_path
+from tests.tools.hf_folders import get_error
 
 
 @pytest.fixture(autouse=True)
@@ -14,13 +15,6 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-
-
-def get_error(name: str) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        resolve_path(name)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def make_repository(*commits: str, main: str = "") -> Path:
@@ -46,7 +40,8 @@ def test_the_only_snapshot_needs_no_ref() -> None:
 
 
 def test_a_cache_folder_without_its_latest_snapshot_advises_to_name_one() -> None:
-    assert get_error(str(make_repository("abc", "def"))).endswith("without a latest snapshot; name one of those in it")
+    folder = make_repository("abc", "def")
+    assert get_error(lambda: resolve_path(folder)).endswith("without a latest snapshot; name one of those in it")
 
 
 def test_a_config_next_to_snapshots_makes_the_folder_the_model() -> None:
@@ -68,12 +63,12 @@ def test_a_config_next_to_snapshots_makes_the_folder_the_model() -> None:
     ],
 )
 def test_the_error_about_a_url_names_its_model(name: str, advice: str) -> None:
-    assert f"{name} is a URL; {advice}" in get_error(name)
+    assert f"{name} is a URL; {advice}" in get_error(lambda: resolve_path(name))
 
 
 @pytest.mark.parametrize("name", ["llama3", "gemma3:270m", "llama3.2:latest", "SmolLM2-135M-Instruct"])
 def test_the_error_about_a_bare_name_explains_names_on_the_hub(name: str) -> None:
-    line = get_error(name)
+    line = get_error(lambda: resolve_path(name))
     assert line.startswith(f"{name!r} not found here, in models or in ")
     assert "name a model on the Hugging Face hub as org/name, or" in line
     assert line.endswith(f"; find one at https://huggingface.co/models?search={name.partition(':')[0]}")
@@ -81,7 +76,8 @@ def test_the_error_about_a_bare_name_explains_names_on_the_hub(name: str) -> Non
 
 @pytest.mark.parametrize("name", ["nowhere.gguf", "nowhere.llamafile", "some/where/else", "org/name@main"])
 def test_the_error_about_a_missing_path_suggests_no_search(name: str) -> None:
-    assert "hub as org/name" in get_error(name) and "search" not in get_error(name)
+    line = get_error(lambda: resolve_path(name))
+    assert "hub as org/name" in line and "search" not in line
 
 
 def test_a_tilde_that_no_shell_expanded_is_resolved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from specdec.tokenizer import Tokenizer, TokenizerError
-from tests.tools.hf_folders import FIXTURES
+from tests.tools.hf_folders import FIXTURES, get_error
 
 pytest.importorskip("jinja2", reason="the extra [chat] is not installed")
 pytest.importorskip("tokenizers", reason="the extra [hub] is not installed")
@@ -106,15 +106,6 @@ def test_llama2_exports_have_a_template_with_special_tokens(tokenizer: Tokenizer
     assert ids[1:3] == tokenizer.encode("[I")[1:3]
 
 
-def get_error(source: str, messages: Any = USER) -> str:
-    with pytest.raises(TemplateError) as caught:
-        ChatTemplate(source, "here", {}).render(messages)
-    message = str(caught.value)
-    assert message.startswith("here: ")
-    assert "\n" not in message and len(message) < 320
-    return message
-
-
 TOO_LARGE = "here: the template makes more than 33554432 characters or items"
 
 
@@ -151,7 +142,8 @@ def make_doubling_template(value: str, first: str = "'a'") -> str:
     ],
 )
 def test_a_failing_template_is_reported_in_one_line(source: str, words: str) -> None:
-    assert words in get_error(source)
+    message = get_error(lambda: ChatTemplate(source, "here", {}).render(USER), TemplateError)
+    assert message.startswith("here: ") and words in message and len(message) < 320
 
 
 # as published for SmolVLM; of a string it drops all, and of parts it takes text and images

@@ -159,13 +159,18 @@ def assert_same_tensors(got: Checkpoint | dict[str, Any], expected: Checkpoint |
         np.testing.assert_array_equal(array, others[name], name, strict=True)
 
 
+def get_error(call: Callable[[], object], error: type[Exception] = CheckpointError) -> str:
+    """Return the error message of a call, which is one line."""
+    with pytest.raises(error) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
 def assert_rejected(folder: Path, *words: str) -> str:
     """Return the error message, after checking that it is one line and names the folder and the words."""
-    with pytest.raises(CheckpointError) as caught:
-        read_all_tensors(load_checkpoint(folder))
-    message = str(caught.value)
+    message = get_error(lambda: read_all_tensors(load_checkpoint(folder)))
     assert str(folder) in message
-    assert "\n" not in message
     assert len(message.partition("; supported: ")[0]) < 400 + len(str(folder))
     for word in words:
         assert word in message.replace(str(folder), ""), message
