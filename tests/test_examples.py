@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 from specdec import SpeculativeDecoder
-from tests.fakes.terminal import TIMEOUT_S, run_process, wait_until
+from tests.fakes.terminal import TIMEOUT_S, run_process
 from tests.tools.documentation import find_broken_links
 from tests.tools.model_folders import SMOLLM2_TEMPLATE, TOOL_TEMPLATE_PREFIX, make_chat_folder
 from tests.tools.package import ROOT
+from tests.tools.waiting import wait_until
 
 EXAMPLES = ROOT / "examples"
 MAX_LINES = 50

@@ -13,7 +13,7 @@ import sys
 import termios
 import time
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,10 @@ from rich.cells import cell_len
 
 from tests.conftest import Pair
 from tests.tools.checkpoint_files import ROOT
+from tests.tools.waiting import TIMEOUT_S, wait_until
 
 COMMAND = [sys.executable, str(ROOT / "specdec.py")]
 PROMPT = "the then"
-TIMEOUT_S = 600.0  # the first run on a machine compiles, for minutes on a slow or busy one
 
 
 def make_arguments(pair: Pair, *more: object) -> list[object]:
@@ -68,13 +68,6 @@ def has_signal_handler(pid: int, signum: int) -> bool:
         time.sleep(1)
         return True
     return bool(int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16) >> (signum - 1) & 1)  # type: ignore[index]
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = TIMEOUT_S) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.005)
 
 
 class Screen:

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +29,7 @@ from tests.fakes.hub import COMMIT, FakeHub
 from tests.tools.checkpoint_files import ROOT, SHARED
 from tests.tools.head_files import write_folder
 from tests.tools.hf_folders import get_error
+from tests.tools.waiting import wait_until
 
 pytest.importorskip("huggingface_hub", reason="the extra [hub] is not installed")
 
@@ -133,13 +134,6 @@ def write_partial_file(tmp_path: Path, data: bytes) -> None:
 def list_partial_files(tmp_path: Path) -> list[str]:
     """Return the partial files in the cache."""
     return [path.name for path in (tmp_path / "home" / "hub").glob("models--*/**/*.incomplete")]
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 600  # two processes load the library, which takes half a minute on a busy machine
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 # Repositories
@@ -426,7 +420,7 @@ def test_a_download_resumes_after_its_process_was_killed(server: FakeHub, tmp_pa
             return any(path.stat().st_size >= 20 * MB for path in blobs.glob("*.incomplete"))
         return False
 
-    wait_for(is_half_downloaded)
+    wait_until(is_half_downloaded)
     process.send_signal(signal.SIGKILL)
     process.wait()
     server.gate.set()
@@ -525,7 +519,7 @@ def test_two_concurrent_processes_fetch_the_weights_once(server: FakeHub) -> Non
         subprocess.Popen([sys.executable, "-c", FETCH_SCRIPT, "org/model"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    wait_for(lambda: [path.rsplit("/")[-1] for _, path in server.requests].count("main") == 2)
+    wait_until(lambda: [path.rsplit("/")[-1] for _, path in server.requests].count("main") == 2)
     time.sleep(0.1)
     server.gate.set()
     folders = {process.communicate()[0].strip() for process in processes}

@@ -43,6 +43,7 @@ from specdec.text.structured_output import CPUTimer
 from tests.tools.engine_threads import Output, assert_same, endless, make_engine, make_request, submit  # noqa: F401  (fixtures)
 from tests.tools.listeners import hello, listener, send_get
 from tests.tools.prompt_caches import CountingCache, random_tokens
+from tests.tools.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 GET_REQUEST = b"GET /x HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -123,10 +124,7 @@ def test_half_closed_connections_get_a_response_and_closed_ones_are_noticed() ->
             assert received.startswith(b"HTTP/1.1 102 ") and received.endswith(b"hi")
         with socket.create_connection(address, timeout=60) as closed:
             closed.sendall(GET_REQUEST.replace(b"/x", b"/for-long"))
-        deadline = time.monotonic() + 30
-        while not any("for-long" in line for line in log):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: any("for-long" in line for line in log))
     assert any("for-long" in line and "client disconnected" in line for line in log)
 
 
@@ -394,13 +392,6 @@ def passes(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> list[tuple[Counter[
 
     monkeypatch.setattr(ModelRunner, "run", record_run)
     return recorded
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def make_long_request(endless: Any, n: int, seed: int) -> GenerationRequest:

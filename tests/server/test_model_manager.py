@@ -19,6 +19,7 @@ from specdec.server.model_manager import ModelInstance, ModelManager
 from tests.fakes.asgi import send_request
 from tests.fakes.server import CHAT, COMPLETIONS
 from tests.tools.engine_threads import endless  # noqa: F401
+from tests.tools.waiting import wait_until
 
 MESSAGES = "/v1/messages"
 BODY = {"prompt": "Once", "max_tokens": 8, "temperature": 0.7, "seed": 3}
@@ -201,10 +202,8 @@ def test_idle_models_are_unloaded_for_others_and_after_keep_alive(make_manager):
     assert source.limits[-1] == ["b", "c"]
     entry = manager.acquire("b")
     manager.unload_idle()
-    deadline = time.monotonic() + 30
-    while manager.get_instance("c") and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert manager.get_instance("c") is None and manager.get_instance("b"), "it is in use"
+    wait_until(lambda: manager.get_instance("c") is None)
+    assert manager.get_instance("b"), "it is in use"
     source.memory_bytes = 1.5 * size / 0.75
     with pytest.raises(APIError, match="not enough memory for a next to b"):
         manager.acquire("a").loading.result(60)
@@ -248,9 +247,8 @@ def test_requests_waiting_for_a_model_are_rejected_at_shutdown(make_manager, mon
     with ThreadPoolExecutor(4) as pool:
         waiting = [pool.submit(send_request, app, COMPLETIONS, BODY | {"model": name, "stream": name == "b"}) for name in "abc"]
         streaming = pool.submit(send_request, app, MESSAGES, {"model": "a", "stream": True})
-        entries, deadline = [manager.acquire(name) for name in "abc"], time.monotonic() + 30
-        while sum(entry.n_requests for entry in entries) < 4 + 3 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        entries = [manager.acquire(name) for name in "abc"]
+        wait_until(lambda: sum(entry.n_requests for entry in entries) >= 4 + 3)
         manager.close(0.0)
         first, stream, other = (each.result(30) for each in waiting)
         messages_body = streaming.result(30).body.decode()

@@ -5,7 +5,6 @@ import random
 import re
 import shutil
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +30,7 @@ from tests.fakes.asgi import Response, send_request
 from tests.fakes.server import CHAT, COMPLETIONS, CONVERSATION, SAMPLING_FIELDS, TOOL, FakeScheduler, make_app, step
 from tests.tools.server_requests import random_json
 from tests.tools.tool_calls import TAGGED_CALL
+from tests.tools.waiting import wait_until
 
 SAMPLING = Sampling(temperature=0.8, top_p=0.9, seed=5)
 
@@ -499,13 +499,6 @@ def test_a_disconnected_client_is_cancelled(make_test_app: Callable[..., Any]) -
         endless = FakeScheduler(Prompt([1], 0.0), step("a"))
         send_request(make_test_app(endless), COMPLETIONS, body, disconnect_after=disconnect_after)
         assert endless.n_cancelled == len(endless.requests) == body.get("n", 1)
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from specdec.text.detokenizer import EventDetokenizer
 from specdec.ui.chat import COMMAND_HELP, AnswerView, ChatSession, format_statistics
 from specdec.ui.line_editor import LineEditor, read_message
 from specdec.ui.plain_views import ModelLabels, SilentView, sanitize
-from tests.fakes.terminal import TIMEOUT_S, ShellJob, run_process, wait_until
+from tests.fakes.terminal import TIMEOUT_S, ShellJob, run_process
 from tests.tools.cache_contents import get_cached_tokens, get_idle_and_used_slots
 from tests.tools.conversations import (
     N_TOKENS,
@@ -43,6 +43,7 @@ from tests.tools.conversations import (
 )
 from tests.tools.hf_folders import FIXTURES, edit_config
 from tests.tools.package import ROOT
+from tests.tools.waiting import wait_until
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from specdec.ui.plain_views import PlainView, run_view
 from specdec.ui.progress import ProgressBar, show_prefill_progress, show_status
 from specdec.ui.signals import signals
 from specdec.ui.text_layout import cell_width
-from tests.fakes.terminal import wait_until
+from tests.tools.waiting import wait_until
 
 
 class Terminal:

@@ -29,9 +29,9 @@ from tests.fakes.terminal import (
     make_arguments,
     make_endless_arguments,
     run_process,
-    wait_until,
 )
 from tests.tools.checkpoint_files import ROOT
+from tests.tools.waiting import wait_until
 
 INT, TERM, HUP, STOP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP
 
