@@ -57,14 +57,7 @@ class SweepReport:
         """
         cells, totals = measured.compute_cells(), measured.compute_totals()
         interrupted = [] if measured.is_complete else [f"interrupted: results of {len(measured.runs)} texts"]
-        return cls(
-            title,
-            cells,
-            totals,
-            format_conclusion(totals),
-            [*notes, *interrupted],
-            measured.is_complete,
-        )
+        return cls(title, cells, totals, format_conclusion(totals), [*notes, *interrupted], measured.is_complete)
 
     @property
     def charted_totals(self) -> list[SettingResult]:
