@@ -1,10 +1,8 @@
 """GLM's tool calls: `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>value</arg_value></tool_call>`, as of GLM 4.5 to 4.7."""
 
-import json
 from collections.abc import Generator
 
 from specdec.argument_checks import JSONObject, shorten
-from specdec.server.tool_parsers.base import Delta, Reader
 from specdec.server.tool_parsers.grammar import GrammarBuilder, quote
 from specdec.server.tool_parsers.qwen3_coder import MAX_TAG_CHARS, Qwen3CoderParser
 
@@ -21,33 +19,23 @@ class GLMParser(Qwen3CoderParser):
     layout = "sequence"
     value_close, padding = VALUE_CLOSE, ""
 
-    def read_call(self) -> Reader:
-        """Read a call. What cannot belong to it is read again, since another call may start in it."""
+    def _read_name(self) -> Generator[None, str, tuple[str | None, str]]:
+        """Read the name of a tool, up to the next tag; see `Qwen3CoderParser._read_name`."""
         text = yield from self._read_until("<")
-        name = text.removesuffix("<").strip()
-        if name == text.strip() or name not in self.tools:
-            if not self.is_cut:
-                self.emit_text(self.open_mark)
-                self.unread(text)
-            return
-        self.unread("<")
-        self.emit(Delta("tool_call", "{", name))
-        separator = ""
-        while (tag := (yield from self._read_tag(KEY_OPEN, self.close_mark))).lstrip() == KEY_OPEN:
-            key = yield from self._read_until(KEY_CLOSE)
-            value_tag = yield from self._read_tag(VALUE_OPEN)
-            if value_tag.lstrip() != VALUE_OPEN or not key.endswith(KEY_CLOSE):
-                tag += key + value_tag
-                break
-            key = key.removesuffix(KEY_CLOSE).strip()
-            value = yield from self._read_value(key, self.tools[name])
-            self.emit(Delta("tool_call", f"{separator}{json.dumps(key, ensure_ascii=False)}: {value}"))
-            separator = ", "
-        if self.is_ended:
-            return
-        self.emit(Delta("tool_call", "}"))
-        if tag.lstrip() != self.close_mark:
-            self.unread(tag)
+        name = text.removesuffix("<").strip() if text.endswith("<") else None
+        if name in self.tools:
+            self.unread("<")
+        return name, text
+
+    def _read_key(self) -> Generator[None, str, tuple[str | None, str]]:
+        """Read the name of a parameter and the tag before its value; see `Qwen3CoderParser._read_key`."""
+        tag = yield from self._read_tag(KEY_OPEN, self.close_mark)
+        if tag.lstrip() != KEY_OPEN:
+            return None, tag
+        key = yield from self._read_until(KEY_CLOSE)
+        value_tag = yield from self._read_tag(VALUE_OPEN)
+        is_key = key.endswith(KEY_CLOSE) and value_tag.lstrip() == VALUE_OPEN
+        return key.removesuffix(KEY_CLOSE).strip() if is_key else None, tag + key + value_tag
 
     def _read_until(self, end: str) -> Generator[None, str, str]:
         """Return the text up to `end`, or its first characters if `end` is not among them."""

@@ -50,22 +50,20 @@ class Qwen3CoderParser(ToolParser):
 
     def read_call(self) -> Reader:
         """Read a call. What cannot belong to it is read again, since another call may start in it."""
-        tag = yield from self._read_tag(self.function_open)
-        name = self._get_name(tag, self.function_open)
+        name, text = yield from self._read_name()
         if name is None or name not in self.tools:
             if not self.is_cut:
                 self.emit_text(self.open_mark)
-                self.unread(tag)
+                self.unread(text)
             return
         self.emit(Delta("tool_call", "{", name))
-        schema, separator = self.tools[name], ""
-        while True:
-            tag = yield from self._read_tag(self.parameter_open, self.function_close)
-            if (key := self._get_name(tag, self.parameter_open)) is None:
-                break
-            value = yield from self._read_value(key, schema)
+        separator = ""
+        key, tag = yield from self._read_key()
+        while key is not None:
+            value = yield from self._read_value(key, self.tools[name])
             self.emit(Delta("tool_call", f"{separator}{json.dumps(key, ensure_ascii=False)}: {value}"))
             separator = ", "
+            key, tag = yield from self._read_key()
         if self.is_ended:
             return
         self.emit(Delta("tool_call", "}"))
@@ -73,6 +71,16 @@ class Qwen3CoderParser(ToolParser):
             tag = yield from self._read_tag(self.close_mark)
         if tag.lstrip() != self.close_mark and not self.is_ended:
             self.unread(tag)
+
+    def _read_name(self) -> Generator[None, str, tuple[str | None, str]]:
+        """Return the name of a tool after the open mark, or None if there is none, and the text that was read."""
+        tag = yield from self._read_tag(self.function_open)
+        return self._get_name(tag, self.function_open), tag
+
+    def _read_key(self) -> Generator[None, str, tuple[str | None, str]]:
+        """Return the name of the next parameter, or None if there is none, and the text that was read."""
+        tag = yield from self._read_tag(self.parameter_open, self.function_close)
+        return self._get_name(tag, self.parameter_open), tag
 
     def _get_name(self, tag: str, start: str) -> str | None:
         """Return the name in a tag that begins with `start`; None if it is no such tag."""
