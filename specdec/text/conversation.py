@@ -4,11 +4,11 @@ import difflib
 import json
 import os
 from bisect import bisect_left
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from specdec import argument_checks
 from specdec.argument_checks import JSONDict, JSONObject
@@ -16,10 +16,12 @@ from specdec.events import Event, PrefillProgress, Proposal, Step, ThoughtStep
 from specdec.loaders import CheckpointError, read_json_object, write_text_atomically
 from specdec.protocols import Constraint
 from specdec.sampling import Sampling
-from specdec.text.chat_template import ChatTemplate, Message, Options, PromptTooLongError, TemplateError
+from specdec.text.chat_template import Message, PromptTooLongError, TemplateError
 from specdec.text.reasoning import SPECIAL_TOKEN_MARK, PartKind, ReasoningMarks, find_reasoning_marks, make_thinking_options
 from specdec.text.reasoning_constraint import ReasoningConstraint
-from specdec.tokenizer import AnyTokenizer
+
+if TYPE_CHECKING:
+    from specdec.speculative_decoder import SpeculativeDecoder
 
 FORMAT, REVISION = "specdec conversation", 1
 PROBE = "specdec-probe"  # a text that no template contains
@@ -75,44 +77,6 @@ class ChatSettings:
             expected = "a whole number" if types[name] is int else "a number"
             raise ValueError(f"{name} is {argument_checks.shorten(value, repr)}; expected {expected}") from None
         return replace(self, **{name: number})
-
-
-class ChatDecoder(Protocol):
-    """The protocol of decoders that a conversation can use to generate answers; `SpeculativeDecoder` implements it."""
-
-    @property
-    def tokenizer(self) -> AnyTokenizer:
-        """The tokenizer of the model."""
-
-    @property
-    def n_positions(self) -> int:
-        """The context length in tokens."""
-
-    @property
-    def chat_template(self) -> ChatTemplate:
-        """The chat template of the model."""
-
-    def encode_chat(self, messages: Sequence[Message], *, options: Options | None = None) -> list[int]:
-        """Return the token ids of the prompt for a conversation: all messages, in the format of the chat template."""
-
-    def read_and_stream(
-        self,
-        prompt: list[int],
-        max_tokens: int,
-        sampling: Sampling,
-        reasoning_marks: ReasoningMarks | None,
-        *,
-        constraint: Constraint | None,
-    ) -> Iterator[Event | PrefillProgress]:
-        """Decode one completion: yield the progress of reading the prompt, then the events of the generated tokens.
-
-        Args:
-            prompt: The prompt's token ids.
-            max_tokens: The maximum number of generated tokens.
-            sampling: The sampling settings.
-            reasoning_marks: The marks around a thought, which appear in the text; None for none.
-            constraint: A constraint that the completion must satisfy, or None.
-        """
 
 
 class ThoughtFilter:
@@ -200,7 +164,7 @@ class Conversation:
 
     def __init__(
         self,
-        decoder: ChatDecoder,
+        decoder: "SpeculativeDecoder",
         system: str = "",
         settings: ChatSettings | None = None,
         model: str = "",
