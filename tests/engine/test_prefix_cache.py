@@ -8,8 +8,6 @@ import pytest
 from specdec import Sampling, SpeculativeDecoder
 from specdec.engine.disk_prompt_cache import PromptCache
 from specdec.engine.prefix_cache import PrefixCache
-from specdec.engine.request import GenerationRequest
-from specdec.engine.sequence import Sequence
 from specdec.events import PrefillProgress, Step
 from specdec.loaders import load_checkpoint
 from specdec.model import get_architecture
@@ -20,7 +18,7 @@ from tests.tools.cache_contents import get_cached_tokens, get_idle_and_used_slot
 from tests.tools.checkpoint_files import write_tokenizer
 from tests.tools.decode import get_tokens
 from tests.tools.hf_folders import CONFIGS, FIXTURES
-from tests.tools.prompt_caches import GREEDY, RNG, CountingCache, random_tokens
+from tests.tools.prompt_caches import RNG, CountingCache, add_sequence, random_tokens
 
 PREFIX = [BOS, *RNG.integers(3, 64, 12).tolist()]
 
@@ -81,13 +79,6 @@ def make_scheduler(decoder, max_running=8):
     return decoder.make_scheduler(PrefixCache(decoder.bundle, 4 * max_running), max_running)
 
 
-def add(scheduler, decoder, prompt, n, sampling=GREEDY):
-    """Add a sequence of n tokens to a scheduler, and return it."""
-    request = GenerationRequest(prompt, n, sampling)
-    scheduler.add(sequence := Sequence(request, decoder.tokenizer))
-    return sequence
-
-
 def run_until(scheduler, is_done):
     """Run steps of a scheduler until a condition holds; return the events of each sequence, without progress."""
     events = defaultdict(list)
@@ -113,9 +104,9 @@ def test_no_sequence_waits_for_a_recurrent_state_that_cannot_be_copied(name, tmp
     tokenizer = Tokenizer(write_tokenizer(tmp_path / "letters.bin", vocabulary))
     decoder = SpeculativeDecoder(Model(checkpoint.config, weights, 1, 40_000), None, tokenizer)
     scheduler = make_scheduler(decoder)
-    long = add(scheduler, decoder, [*PREFIX, *random_tokens(20_000)], 2)
+    long = add_sequence(scheduler, decoder, [*PREFIX, *random_tokens(20_000)], 2)
     run_until(scheduler, lambda: scheduler.running and long.cache.n_tokens >= 200)
-    short = add(scheduler, decoder, [*PREFIX, 7, 8, 9], 2)
+    short = add_sequence(scheduler, decoder, [*PREFIX, 7, 8, 9], 2)
     events = run_until(scheduler, lambda: short.has_ended)
     assert not events[long]
     assert_same(decoder, short, events[short])
@@ -125,7 +116,7 @@ def test_the_prefix_donor_of_a_short_prompt_is_prefilled_first(endless):
     scheduler, prefix = make_scheduler(endless), [BOS, *random_tokens(150)]
     prompts = [[BOS, *random_tokens(n)] for n in (20_000, 500, 500, 500, 500)]
     prompts += [[*prefix, *random_tokens(10_000)], [*prefix, 5, 6]]
-    *others, short = [add(scheduler, endless, prompt, 1) for prompt in prompts]
+    *others, short = [add_sequence(scheduler, endless, prompt, 1) for prompt in prompts]
     run_until(scheduler, lambda: any(sequence.has_ended for sequence in (short, *others)))
     assert short.has_ended and not any(sequence.has_ended for sequence in others)
 
@@ -142,9 +133,8 @@ def test_a_prefix_copy_without_memory_fails_only_its_sequence(endless, monkeypat
 
     monkeypatch.setattr(KVCache, "copy_from", fail_five_times)
     scheduler, prefix = make_scheduler(endless, max_running=3), [BOS, *random_tokens(200)]
-    sequences = [
-        add(scheduler, endless, [*prefix[: 30 + 5 * i], *random_tokens(10)], 20, Sampling(1.0, seed=i)) for i in range(30)
-    ]
+    prompts = [[*prefix[: 30 + 5 * i], *random_tokens(10)] for i in range(30)]
+    sequences = [add_sequence(scheduler, endless, prompt, 20, Sampling(1.0, seed=i)) for i, prompt in enumerate(prompts)]
     events = run_until(scheduler, lambda: all(sequence.has_ended for sequence in sequences))
     failed = [sequence for sequence in sequences if isinstance(events[sequence][-1], MemoryError)]
     for sequence in sequences:
@@ -161,7 +151,7 @@ def test_a_prompt_changed_in_the_middle_finds_both_versions_cached(endless, n_sl
     changed = [*original[:150], 3 + (original[150] - 2) % 61, *original[151:]]
 
     def n_cached(prompt):
-        before, sequence = scheduler.metrics.cached_tokens, add(scheduler, endless, prompt, 2)
+        before, sequence = scheduler.metrics.cached_tokens, add_sequence(scheduler, endless, prompt, 2)
         run_until(scheduler, lambda: sequence.has_ended)
         return scheduler.metrics.cached_tokens - before
 

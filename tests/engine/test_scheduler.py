@@ -10,7 +10,7 @@ from specdec.engine.sequence import Sequence, SequenceStatus
 from specdec.events import Proposal, Step
 from specdec.tokenizer import BOS
 from tests.tools.decode import get_tokens
-from tests.tools.prompt_caches import GREEDY
+from tests.tools.prompt_caches import GREEDY, add_sequence
 
 PROMPTS = ([BOS, 5, 6], [BOS, 7, 8, 9])
 
@@ -26,18 +26,12 @@ def scheduler(decoder):
     return decoder.make_scheduler(PrefixCache(decoder.bundle, 4), 2)
 
 
-def add(scheduler, decoder, prompt):
-    request = GenerationRequest(prompt, 12, GREEDY)
-    scheduler.add(sequence := Sequence(request, decoder.tokenizer))
-    return sequence
-
-
 def run(scheduler, batch):
     return scheduler.commit(batch, scheduler.runner.run(batch))
 
 
 def test_a_planned_batch_proposes_and_its_run_commits(scheduler, decoder):
-    sequence = add(scheduler, decoder, PROMPTS[0])
+    sequence = add_sequence(scheduler, decoder, PROMPTS[0], 12)
     while not (batch := scheduler.schedule()).decoding:
         run(scheduler, batch)
     assert batch.decoding == [sequence] and sequence.status is SequenceStatus.VERIFY
@@ -48,7 +42,7 @@ def test_a_planned_batch_proposes_and_its_run_commits(scheduler, decoder):
 
 
 def test_a_batch_that_never_runs_keeps_its_drafts_and_changes_no_output(scheduler, decoder):
-    sequences = [add(scheduler, decoder, prompt) for prompt in PROMPTS]
+    sequences = [add_sequence(scheduler, decoder, prompt, 12) for prompt in PROMPTS]
     events, n_proposals = {sequence: [] for sequence in sequences}, 0
     while scheduler.waiting or scheduler.running:
         abandoned = scheduler.schedule()
@@ -84,7 +78,7 @@ def test_a_correction_of_costs_ends_where_a_batch_begins(scheduler, decoder, mon
     monkeypatch.setattr(CostModel, "begin_batch", lambda costs: begun.append(costs))
     for n_batches in (1, 2):
         for prompt in PROMPTS:
-            add(scheduler, decoder, prompt)
+            add_sequence(scheduler, decoder, prompt, 12)
         while scheduler.waiting or scheduler.running:
             run(scheduler, scheduler.schedule())
         assert len(begun) == n_batches

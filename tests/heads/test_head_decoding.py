@@ -3,9 +3,9 @@
 import itertools
 import json
 import pickle
-import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -127,17 +127,9 @@ def test_threads_that_share_a_head_generate_the_same_as_alone():
     head = make_head(target, draft_vocab_size=60)
     prompts = [[BOS, *range(3, 3 + n)] for n in (1, 9, 30)]
     alone = [get_tokens(run_events(head, sampling, prompt=prompt, max_tokens=90)) for prompt in prompts]
-    found = {}
-
-    def write(i):
-        found[i] = [get_tokens(run_events(head, sampling, prompt=prompts[i], max_tokens=90)) for _ in range(4)]
-
-    threads = [threading.Thread(target=write, args=(i,)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {i: [alone[i]] * 4 for i in range(3)}
+    with ThreadPoolExecutor(3) as pool:
+        events = pool.map(lambda prompt: [*run_events(head, sampling, prompt=prompt, max_tokens=90)], prompts * 4)
+        assert [get_tokens(each) for each in events] == alone * 4
 
 
 @pytest.mark.parametrize("verify", ["rejection", "block"])
@@ -282,9 +274,8 @@ def test_a_head_can_be_timed_while_another_sequence_uses_its_target(monkeypatch)
             target.lock.release()
 
     def busy():
-        thread = threading.Thread(target=run_other_sequence)
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(run_other_sequence).result()
         return clock()
 
     monkeypatch.setattr("specdec.draft.cost_calibration.time.perf_counter", busy)

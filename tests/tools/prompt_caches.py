@@ -4,6 +4,8 @@ import numpy as np
 
 from specdec import Sampling
 from specdec.engine.prefix_cache import PrefixCache
+from specdec.engine.request import GenerationRequest
+from specdec.engine.sequence import Sequence
 from specdec.kernels import MAX_BATCH_TOKENS
 from tests.tools.family_models import load_fixture_model
 
@@ -47,6 +49,13 @@ class CountingCache(PrefixCache):
 
 
 GREEDY, RNG = Sampling(0.0), np.random.default_rng(0)
+
+
+def add_sequence(scheduler, decoder, prompt, n, sampling=GREEDY):
+    """Add a sequence of n tokens to a scheduler, and return it."""
+    sequence = Sequence(GenerationRequest(prompt, n, sampling), decoder.tokenizer)
+    scheduler.add(sequence)
+    return sequence
 
 
 def random_tokens(n):
