@@ -29,6 +29,7 @@ from tests.tools import reference
 from tests.tools.checkpoint_files import SHARED, random_tensors
 from tests.tools.decode import (
     END_MARKS,
+    SAMPLINGS,
     FakeCache,
     FakeDrafter,
     decode,
@@ -41,7 +42,6 @@ from tests.tools.decode import (
 from tests.tools.random_models import tiny_model
 
 real = pytest.mark.skipif(not SHARED.exists(), reason="needs the real pair in ../shared")
-SAMPLINGS = [Sampling(0.0, seed=1), Sampling(1.0, seed=2), Sampling(0.7, 20, 0.95, 3), Sampling(1.5, 0, 1.0, 4)]
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)

@@ -17,11 +17,9 @@ from specdec.draft.staged import StagedDrafter
 from specdec.sampling import Sampler
 from specdec.tokenizer import BOS
 from specdec.verification import VERIFIERS, Draft
-from tests.tools.decode import END_MARKS, FakeCache, generate_tokens, make_model_drafter
+from tests.tools.decode import END_MARKS, SAMPLINGS, FakeCache, generate_tokens, make_model_drafter
 from tests.tools.random_models import make_started_policy, tiny_model
 from tests.tools.staged_runs import LARGE, get_counts, run_staged, run_unstaged
-
-SAMPLINGS = [Sampling(0.0, seed=1), Sampling(1.0, seed=2), Sampling(0.7, 20, 0.95, 3), Sampling(1.5, 0, 1.0, 4)]
 
 
 class RandomDrafter:

@@ -16,12 +16,10 @@ from specdec.sampling import N_CANDIDATES, Sampler, Sampling, draw_gumbel_top_k
 from specdec.tokenizer import BOS, EOS
 from specdec.verification import CoupledVerifier, Draft
 from tests.tools import reference
-from tests.tools.decode import END_MARKS, generate_tokens, get_tokens, verify_proposal
+from tests.tools.decode import END_MARKS, SAMPLINGS, generate_tokens, get_tokens, verify_proposal
 from tests.tools.random_models import tiny_model
 from tests.tools.staged_runs import events_of
 from tests.tools.verification_tables import Table, row
-
-SAMPLINGS = [Sampling(0.0, seed=1), Sampling(1.0, seed=2), Sampling(0.7, 20, 0.95, 3), Sampling(1.5, 0, 1.0, 4)]
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)

@@ -21,13 +21,11 @@ from specdec.text.tokenizer_lookup import SharedVocabulary
 from tests.conftest import Pair
 from tests.tools import reference
 from tests.tools.checkpoint_files import random_tensors
-from tests.tools.decode import generate_tokens, get_tokens, make_model_drafter
+from tests.tools.decode import SAMPLINGS, generate_tokens, get_tokens, make_model_drafter
 from tests.tools.model_folders import make_folder
 from tests.tools.random_models import tiny_model
 from tests.tools.staged_runs import events_of, run_staged, run_unstaged
 from tests.tools.verification_tables import Table, generate_with_seeds
-
-SAMPLINGS = [Sampling(0.0, seed=1), Sampling(1.0, seed=2), Sampling(0.7, 20, 0.95, 3), Sampling(1.5, 0, 1.0, 4)]
 
 
 def make_partial(model, n_rows, n_ids, seed=0):

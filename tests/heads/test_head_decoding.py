@@ -29,12 +29,10 @@ from tests.conftest import Pair
 from tests.tools import reference
 from tests.tools.cache_contents import get_idle_and_used_slots
 from tests.tools.command_runs import Run, run  # noqa: F401  (a fixture)
-from tests.tools.decode import END_MARKS, collect, decode, generate_tokens, get_tokens, make_model_drafter
+from tests.tools.decode import END_MARKS, SAMPLINGS, collect, decode, generate_tokens, get_tokens, make_model_drafter
 from tests.tools.head_files import DIALECTS, write_gguf
 from tests.tools.random_heads import head_folder, make_head, new_head_cache, random_head
 from tests.tools.random_models import make_started_policy, tiny_model
-
-SAMPLINGS = [Sampling(0.0, seed=1), Sampling(1.0, seed=2), Sampling(0.7, 20, 0.95, 3), Sampling(1.5, 0, 1.0, 4)]
 
 
 def run_events(head, sampling, gamma=4, verify="coupled", prompt=(BOS, 7, 9), max_tokens=60, eos_tokens=END_MARKS):

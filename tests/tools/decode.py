@@ -11,13 +11,14 @@ from specdec.events import Event, Prompt, Proposal, Statistics, Step
 from specdec.model.model import Model
 from specdec.protocols import Constraint, Drafter, LengthPolicy
 from specdec.runtime.simd import Float32
-from specdec.sampling import Sampler
+from specdec.sampling import Sampler, Sampling
 from specdec.speculative import DecodingState
 from specdec.text.detokenizer import EventDetokenizer
 from specdec.tokenizer import BOS, EOS
 from specdec.verification import VERIFIERS, Draft, Verifier
 
 END_MARKS = {BOS: "bos", EOS: "eos"}
+SAMPLINGS = [Sampling(0.0, seed=1), Sampling(1.0, seed=2), Sampling(0.7, 20, 0.95, 3), Sampling(1.5, 0, 1.0, 4)]
 
 
 class FakeCache:
