@@ -25,30 +25,35 @@ from tests.tools.hf_folders import (
 )
 
 
+def copy_model(folder: Path, name: str = "llama", /, **changes: Any) -> Path:
+    """Copy a fixture to a new folder within this one and change values of its config.json."""
+    return copy_fixture(folder / str(len([*folder.iterdir()])), name, **changes)
+
+
 def load_config(folder: Path, name: str = "llama", /, **changes: Any) -> ModelConfig:
-    return load_checkpoint(copy_fixture(folder, name, **changes)).config
+    return load_checkpoint(copy_model(folder, name, **changes)).config
 
 
 def test_rope_keys_of_older_transformers_give_the_same_config(tmp_path: Path) -> None:
     scaling = {"type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 64}
     old = {"rope_parameters": DELETED, "rope_theta": 500000, "rope_scaling": scaling}
-    assert load_config(tmp_path / "old", "llama3", **old) == CONFIGS["llama3"]
+    assert load_config(tmp_path, "llama3", **old) == CONFIGS["llama3"]
     new = scaling | {"rope_type": "llama3"}
-    assert load_config(tmp_path / "both", "llama3", **old | {"rope_scaling": new}) == CONFIGS["llama3"]
+    assert load_config(tmp_path, "llama3", **old | {"rope_scaling": new}) == CONFIGS["llama3"]
     none = {"rope_parameters": DELETED, "rope_theta": DELETED, "rope_scaling": None}
     plain = replace_config(CONFIGS["llama3"], rope_theta=10000.0, rope_scaling=None)
-    assert load_config(tmp_path / "none", "llama3", **none) == plain
+    assert load_config(tmp_path, "llama3", **none) == plain
 
 
 def test_missing_keys_have_the_defaults_of_the_family(tmp_path: Path) -> None:
     """Follow transformers 5.23: Qwen2 has no window by default, GPT-2 ties the embedding, Llama does not, and eps differ."""
     missing = dict.fromkeys(("rms_norm_eps", "tie_word_embeddings", "num_key_value_heads", "head_dim", "hidden_act"), DELETED)
-    assert load_config(tmp_path / "llama", "llama", **missing) == CONFIGS["llama"]
+    assert load_config(tmp_path, "llama", **missing) == CONFIGS["llama"]
     windows = dict.fromkeys(("use_sliding_window", "sliding_window", "layer_types", "max_window_layers"), DELETED)
-    assert load_config(tmp_path / "qwen2", "qwen2_window", **windows).attention.window == 0
-    assert load_config(tmp_path / "mistral", "mistral", sliding_window=DELETED).attention.window == 4096
-    assert load_config(tmp_path / "null", "mistral", sliding_window=None).attention.window == 0
-    assert load_config(tmp_path / "gpt2", "gpt2", tie_word_embeddings=DELETED, layer_norm_epsilon=DELETED) == CONFIGS["gpt2"]
+    assert load_config(tmp_path, "qwen2_window", **windows).attention.window == 0
+    assert load_config(tmp_path, "mistral", sliding_window=DELETED).attention.window == 4096
+    assert load_config(tmp_path, "mistral", sliding_window=None).attention.window == 0
+    assert load_config(tmp_path, "gpt2", tie_word_embeddings=DELETED, layer_norm_epsilon=DELETED) == CONFIGS["gpt2"]
 
 
 @pytest.mark.parametrize(
@@ -56,43 +61,41 @@ def test_missing_keys_have_the_defaults_of_the_family(tmp_path: Path) -> None:
 )
 def test_a_family_with_a_norm_eps_of_another_name_ignores_that_of_llama(tmp_path: Path, name: str, key: str) -> None:
     """Follow transformers 5.23, in which these families do not read rms_norm_eps."""
-    assert load_config(tmp_path / "default", name, **{key: DELETED, "rms_norm_eps": 0.25}).norm_eps == 1e-5
-    assert load_config(tmp_path / "given", name, **{key: 0.5, "rms_norm_eps": 0.25}).norm_eps == 0.5
+    assert load_config(tmp_path, name, **{key: DELETED, "rms_norm_eps": 0.25}).norm_eps == 1e-5
+    assert load_config(tmp_path, name, **{key: 0.5, "rms_norm_eps": 0.25}).norm_eps == 0.5
 
 
 def test_olmo_3_scales_rope_in_full_attention_layers_in_configs_of_any_transformers(tmp_path: Path) -> None:
     """Follow transformers 4.57: no list of layer types, one scaling for all; without scaling and windows it is an OLMo 2."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 2.0, "beta_slow": 0.1}
     old = {"rope_parameters": DELETED, "rope_theta": 500000, "rope_scaling": yarn, "layer_types": DELETED}
-    assert load_config(tmp_path / "old", "olmo3", **old) == replace_config(CONFIGS["olmo3"], rope_theta=5e5)
-    missing = load_config(tmp_path / "silent", "olmo3", rope_parameters=DELETED, sliding_window=DELETED)
+    assert load_config(tmp_path, "olmo3", **old) == replace_config(CONFIGS["olmo3"], rope_theta=5e5)
+    missing = load_config(tmp_path, "olmo3", rope_parameters=DELETED, sliding_window=DELETED)
     assert missing == replace_config(CONFIGS["olmo3"], rope_theta=5e5, window=4096, layers=override_full_layers((3,), 4))
-    full = load_config(tmp_path / "full", "olmo3", rope_parameters=DELETED, layer_types=["full_attention"] * 4)
+    full = load_config(tmp_path, "olmo3", rope_parameters=DELETED, layer_types=["full_attention"] * 4)
     assert {full.layer_config(i) for i in range(4)} == {replace_config(CONFIGS["olmo3"], rope_theta=5e5, window=0, layers=())}
 
 
 def test_linear_rope_scaling_and_dynamic_scaling_within_the_context_are_supported(tmp_path: Path) -> None:
-    linear = load_config(tmp_path / "linear", "llama", rope_scaling={"type": "linear", "factor": 2.0})
+    linear = load_config(tmp_path, "llama", rope_scaling={"type": "linear", "factor": 2.0})
     assert linear == replace_config(CONFIGS["llama"], rope_divisors=(2.0,) * 5)
-    dynamic = load_config(tmp_path / "dynamic", "llama", rope_scaling={"type": "dynamic", "factor": 2.0})
+    dynamic = load_config(tmp_path, "llama", rope_scaling={"type": "dynamic", "factor": 2.0})
     assert dynamic == replace_config(CONFIGS["llama"], max_positions=128)
 
 
 def test_yarn_extends_the_context_and_other_scalings_do_not(tmp_path: Path) -> None:
     """Qwen3's recipe leaves max_position_embeddings at 40,960; files with other scalings have the extended context there."""
     llama3 = {"low_freq_factor": 1, "high_freq_factor": 4}
-    for i, (scaling, n_positions, context) in enumerate(
-        [
-            ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 40960, 131072),
-            ({"rope_type": "yarn", "factor": 4.0}, 32768, 131072),
-            ({"rope_type": "yarn", "factor": 1.0, "original_max_position_embeddings": 32768}, 40960, 40960),
-            ({"rope_type": "yarn", "original_max_position_embeddings": 32768}, 40960, 40960),
-            ({"rope_type": "linear", "factor": 4.0}, 16384, 16384),
-            ({"rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 8192} | llama3, 131072, 131072),
-        ]
+    for scaling, n_positions, context in (
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 40960, 131072),
+        ({"rope_type": "yarn", "factor": 4.0}, 32768, 131072),
+        ({"rope_type": "yarn", "factor": 1.0, "original_max_position_embeddings": 32768}, 40960, 40960),
+        ({"rope_type": "yarn", "original_max_position_embeddings": 32768}, 40960, 40960),
+        ({"rope_type": "linear", "factor": 4.0}, 16384, 16384),
+        ({"rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 8192} | llama3, 131072, 131072),
     ):
         changes = {"rope_scaling": scaling, "max_position_embeddings": n_positions}
-        assert load_config(tmp_path / str(i), "llama", **changes).seq_len == context, scaling
+        assert load_config(tmp_path, "llama", **changes).seq_len == context, scaling
 
 
 def test_the_window_of_qwen_applies_only_to_its_sliding_window_layers(tmp_path: Path) -> None:
@@ -111,8 +114,8 @@ def test_the_window_of_qwen_applies_only_to_its_sliding_window_layers(tmp_path: 
         ({"layer_types": sliding[:1]}, None),
         ({"layer_types": 5}, None),
     ]
-    for i, (changes, window) in enumerate(cases):
-        folder = copy_fixture(tmp_path / str(i), "qwen2_window", **changes)
+    for changes, window in cases:
+        folder = copy_model(tmp_path, "qwen2_window", **changes)
         if window is None:
             assert_rejected(folder, "layer")
         else:
@@ -126,55 +129,46 @@ def test_longrope_has_short_and_long_factors_for_a_part_of_each_head(tmp_path: P
     long = {"rope_type": "longrope", "short_factor": [1, 1.15, 1.3, 1.45, 1.6, 1.75], "long_factor": [2] * 6}
     expected = replace_config(CONFIGS["phi3"], long_freq_factors=(2.0,) * 6)
     alike = {"long_freq_factors": (), "longrope_threshold": 0}
-    for i, (changes, config) in enumerate(
-        [
-            ({}, CONFIGS["phi3"]),
-            ({"partial_rotary_factor": DELETED, "rope_parameters": long | {"partial_rotary_factor": 0.75}}, expected),
-            ({"rope_parameters": DELETED, "rope_scaling": long | {"type": "su"} | {"rope_type": "su"}}, expected),
-            (
-                {"max_position_embeddings": 50},
-                replace_config(CONFIGS["phi3"], seq_len=50, rope_scale=1.0, max_positions=64, **alike),
-            ),
-            ({"rope_parameters": long | {"long_factor": long["short_factor"]}}, replace_config(expected, **alike)),
-            ({"rope_parameters": long | {"attention_factor": 1.25}}, replace_config(expected, rope_scale=1.25)),
-            ({"rope_parameters": None}, replace_config(expected, rope_divisors=(), rope_scale=1.0, **alike)),
-        ]
+    for changes, config in (
+        ({}, CONFIGS["phi3"]),
+        ({"partial_rotary_factor": DELETED, "rope_parameters": long | {"partial_rotary_factor": 0.75}}, expected),
+        ({"rope_parameters": DELETED, "rope_scaling": long | {"type": "su"} | {"rope_type": "su"}}, expected),
+        ({"max_position_embeddings": 50}, replace_config(CONFIGS["phi3"], seq_len=50, rope_scale=1.0, max_positions=64, **alike)),
+        ({"rope_parameters": long | {"long_factor": long["short_factor"]}}, replace_config(expected, **alike)),
+        ({"rope_parameters": long | {"attention_factor": 1.25}}, replace_config(expected, rope_scale=1.25)),
+        ({"rope_parameters": None}, replace_config(expected, rope_divisors=(), rope_scale=1.0, **alike)),
     ):
-        assert load_config(tmp_path / str(i), "phi3", **changes) == config, changes
-    for i, (changes, word) in enumerate(
-        [
-            ({"partial_rotary_factor": 0.7}, "even number of a head's 16 rows"),
-            ({"rope_parameters": long | {"short_factor": [1] * 5}}, "6 positive numbers"),
-            ({"rope_parameters": long | {"long_factor": [0] * 6}}, "6 positive numbers"),
-            ({"rope_parameters": long | {"rope_type": "dynamic"}}, "rope_type"),
-            ({"original_max_position_embeddings": 1}, "2 or more"),
-            ({"attention_bias": True}, "attention_bias"),
-        ]
+        assert load_config(tmp_path, "phi3", **changes) == config, changes
+    for changes, word in (
+        ({"partial_rotary_factor": 0.7}, "even number of a head's 16 rows"),
+        ({"rope_parameters": long | {"short_factor": [1] * 5}}, "6 positive numbers"),
+        ({"rope_parameters": long | {"long_factor": [0] * 6}}, "6 positive numbers"),
+        ({"rope_parameters": long | {"rope_type": "dynamic"}}, "rope_type"),
+        ({"original_max_position_embeddings": 1}, "2 or more"),
+        ({"attention_bias": True}, "attention_bias"),
     ):
-        assert_rejected(copy_fixture(tmp_path / f"bad{i}", "phi3", **changes), word)
+        assert_rejected(copy_model(tmp_path, "phi3", **changes), word)
 
 
 def test_both_layouts_of_gemma_3_keys_give_the_same_config(tmp_path: Path) -> None:
     """One is that of transformers 5, the other that of older files on the hub."""
     missing = dict.fromkeys(("rope_parameters", "layer_types"), DELETED)
     linear = {"rope_type": "linear", "factor": 8.0}
-    for i, (name, changes, others) in enumerate(
-        [
-            ("gemma3", missing, {}),
-            ("gemma3", missing | {"sliding_window_pattern": 6, "rope_theta": 1000000, "rope_local_base_freq": 10000}, {}),
-            ("gemma3", missing | {"sliding_window_pattern": 2}, {"layers": make_gemma3_layers((1, 3, 5), 7)}),
-            ("gemma3", missing | {"sliding_window_pattern": 1}, {"layers": make_gemma3_layers(range(7), 7), "window": 0}),
-            (
-                "gemma3",
-                missing | {"rope_scaling": {"type": "linear", "factor": 2}},
-                {"layers": make_gemma3_layers((5,), 7, (2.0,) * 3)},
-            ),
-            ("gemma3", {"rope_parameters": {"full_attention": None}}, {}),
-            ("gemma3", {"query_pre_attn_scalar": DELETED}, {"attention_scale": 0.0625}),
-            ("gemma3_scaled", {"rope_parameters": DELETED, "rope_scaling": linear, "rope_local_base_freq": 500}, {}),
-        ]
+    for name, changes, others in (
+        ("gemma3", missing, {}),
+        ("gemma3", missing | {"sliding_window_pattern": 6, "rope_theta": 1000000, "rope_local_base_freq": 10000}, {}),
+        ("gemma3", missing | {"sliding_window_pattern": 2}, {"layers": make_gemma3_layers((1, 3, 5), 7)}),
+        ("gemma3", missing | {"sliding_window_pattern": 1}, {"layers": make_gemma3_layers(range(7), 7), "window": 0}),
+        (
+            "gemma3",
+            missing | {"rope_scaling": {"type": "linear", "factor": 2}},
+            {"layers": make_gemma3_layers((5,), 7, (2.0,) * 3)},
+        ),
+        ("gemma3", {"rope_parameters": {"full_attention": None}}, {}),
+        ("gemma3", {"query_pre_attn_scalar": DELETED}, {"attention_scale": 0.0625}),
+        ("gemma3_scaled", {"rope_parameters": DELETED, "rope_scaling": linear, "rope_local_base_freq": 500}, {}),
     ):
-        assert load_config(tmp_path / str(i), name, **changes) == replace_config(CONFIGS[name], **others), changes
+        assert load_config(tmp_path, name, **changes) == replace_config(CONFIGS[name], **others), changes
 
 
 def test_the_language_model_of_gemma_4_12b_is_a_gemma_4_with_other_defaults(tmp_path: Path) -> None:
@@ -193,19 +187,17 @@ def test_attention_layers_and_rotary_dim_of_qwen35(tmp_path: Path) -> None:
     """The defaults are each fourth layer and a quarter of a head; RoPE's own share overrides the top-level one."""
     expected = CONFIGS["qwen35"]
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]}
-    for i, (changes, config) in enumerate(
-        [
-            ({"layer_types": DELETED}, expected),
-            ({"rope_parameters": DELETED}, expected),
-            (
-                {"rope_parameters": rope | {"partial_rotary_factor": 0.5}, "partial_rotary_factor": 1},
-                replace_config(expected, rope_dim=8),
-            ),
-            ({"rope_parameters": rope, "partial_rotary_factor": 0.75}, replace_config(expected, rope_dim=12)),
-            ({"rope_parameters": rope, "partial_rotary_factor": 1.0}, replace_config(expected, rope_dim=0)),
-        ]
+    for changes, config in (
+        ({"layer_types": DELETED}, expected),
+        ({"rope_parameters": DELETED}, expected),
+        (
+            {"rope_parameters": rope | {"partial_rotary_factor": 0.5}, "partial_rotary_factor": 1},
+            replace_config(expected, rope_dim=8),
+        ),
+        ({"rope_parameters": rope, "partial_rotary_factor": 0.75}, replace_config(expected, rope_dim=12)),
+        ({"rope_parameters": rope, "partial_rotary_factor": 1.0}, replace_config(expected, rope_dim=0)),
     ):
-        assert load_config(tmp_path / str(i), "qwen35", **changes) == config, changes
+        assert load_config(tmp_path, "qwen35", **changes) == config, changes
     assert_rejected(
         copy_fixture(tmp_path / "interval", "qwen35", layer_types=DELETED, full_attention_interval=2), "layers.1.self_attn"
     )
@@ -217,9 +209,9 @@ def test_eos_tokens_come_from_both_files(tmp_path: Path) -> None:
         (None, 5, [5]),
         ([], [], []), (64, DELETED, [64]), (65, 128001, []),  # beyond the vocabulary: they never come
     ]  # fmt: skip
-    for i, (config, generation, expected) in enumerate(cases):
+    for config, generation, expected in cases:
         folder = edit_config(
-            copy_fixture(tmp_path / str(i), "llama", eos_token_id=config), "generation_config.json", eos_token_id=generation
+            copy_model(tmp_path, "llama", eos_token_id=config), "generation_config.json", eos_token_id=generation
         )
         assert list(load_checkpoint(folder).eos_tokens) == expected
     (folder / "generation_config.json").unlink()
@@ -237,11 +229,8 @@ def test_top_level_keys_override_text_config(tmp_path: Path) -> None:
     assert list(load_checkpoint(edit_config(folder, eos_token_id=None)).eos_tokens) == [7]
     assert_rejected(edit_config(folder, tie_word_embeddings=False), "lm_head")
     assert_rejected(edit_config(folder, quantization_config={"quant_method": "fp8"}), '"fp8"')
-    for i, text in enumerate((None, [], {})):
-        assert_rejected(
-            edit_config(copy_fixture(tmp_path / str(i)), model_type="mistral3", text_config=text),
-            ("text_config", "model_type")[i // 2],
-        )
+    for text, word in ((None, "text_config"), ([], "text_config"), ({}, "model_type")):
+        assert_rejected(edit_config(copy_model(tmp_path), model_type="mistral3", text_config=text), word)
 
 
 YARN = {
@@ -253,39 +242,37 @@ YARN = {
 def test_all_yarn_keys_of_transformers_are_supported(tmp_path: Path) -> None:
     """The attention factor equals that of transformers; missing RoPE keys have Ministral 3's defaults."""
     expected, scale = CONFIGS["ministral3"], float(np.float32(1 + 0.1 * math.log(4)))
-    for i, (changes, config) in enumerate(
-        [
-            (YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, expected),
-            (YARN | {"mscale": 1.0}, replace_config(expected, rope_scale=scale)),
-            (YARN | {"mscale": 0, "mscale_all_dim": 1.0}, replace_config(expected, rope_scale=scale)),
-            (
-                YARN | {"mscale": 2.0, "mscale_all_dim": 1.0},
-                replace_config(expected, rope_scale=float(np.float32((1 + 0.2 * math.log(4)) / (1 + 0.1 * math.log(4))))),
+    for changes, config in (
+        (YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, expected),
+        (YARN | {"mscale": 1.0}, replace_config(expected, rope_scale=scale)),
+        (YARN | {"mscale": 0, "mscale_all_dim": 1.0}, replace_config(expected, rope_scale=scale)),
+        (
+            YARN | {"mscale": 2.0, "mscale_all_dim": 1.0},
+            replace_config(expected, rope_scale=float(np.float32((1 + 0.2 * math.log(4)) / (1 + 0.1 * math.log(4))))),
+        ),
+        (YARN | {"attention_factor": 1}, expected),
+        (YARN | {"rope_type": None, "type": "yarn"}, None),
+        (
+            YARN | {"factor": None, "attention_factor": 1, "original_max_position_embeddings": 32},
+            replace_config(expected, query_span=32, rope_scaling=YarnRopeScaling(4, 32, 2)),
+        ),
+        (
+            YARN | {"attention_factor": 1, "beta_slow": 0, "truncate": False},
+            replace_config(expected, rope_scaling=YarnRopeScaling(4, 16, 2, truncate=False)),
+        ),
+        (
+            None,
+            replace_config(
+                expected, seq_len=1 << 18, rope_theta=1e6, rope_scaling=YarnRopeScaling(16, 1 << 14), query_span=1 << 14
             ),
-            (YARN | {"attention_factor": 1}, expected),
-            (YARN | {"rope_type": None, "type": "yarn"}, None),
-            (
-                YARN | {"factor": None, "attention_factor": 1, "original_max_position_embeddings": 32},
-                replace_config(expected, query_span=32, rope_scaling=YarnRopeScaling(4, 32, 2)),
-            ),
-            (
-                YARN | {"attention_factor": 1, "beta_slow": 0, "truncate": False},
-                replace_config(expected, rope_scaling=YarnRopeScaling(4, 16, 2, truncate=False)),
-            ),
-            (
-                None,
-                replace_config(
-                    expected, seq_len=1 << 18, rope_theta=1e6, rope_scaling=YarnRopeScaling(16, 1 << 14), query_span=1 << 14
-                ),
-            ),
-        ]
+        ),
     ):
-        folder = copy_fixture(tmp_path / str(i), "ministral3", rope_parameters=changes)
+        folder = copy_model(tmp_path, "ministral3", rope_parameters=changes)
         if config is None:
             assert_rejected(folder, "rope_type")
         else:
             assert load_checkpoint(folder).config == config, changes
-    plain = load_config(tmp_path / "llama", "llama", rope_parameters=YARN | {"rope_theta": 1e4})
+    plain = load_config(tmp_path, "llama", rope_parameters=YARN | {"rope_theta": 1e4})
     assert plain == replace_config(CONFIGS["llama"], rope_scaling=YarnRopeScaling(4, 16, 2), rope_scale=scale)
 
 
@@ -653,7 +640,7 @@ def test_keys_that_change_nothing_are_ignored(tmp_path: Path) -> None:
         "attn_logit_softcapping": None, "rope_interleaved": False, "sliding_window": 4096, "pad_token_id": -1,
         "max_window_layers": 1, "tomorrow": {"key": [1]}, "reorder_and_upcast_attn": True, "is_causal": True,
     }  # fmt: skip
-    assert load_config(tmp_path / "model", "llama", **ignored) == CONFIGS["llama"]
+    assert load_config(tmp_path, "llama", **ignored) == CONFIGS["llama"]
 
 
 BAD_JSON: dict[str, tuple[bytes, str]] = {
