@@ -423,28 +423,34 @@ def make_tokenizer_keys(name: str, path: Path | None = None) -> Keys:
     return {f"tokenizer.ggml.{key}": value for key, value in (keys | {"token_type": types}).items()}
 
 
-def make_model_with_tokenizer(name: str, folder: Path) -> tuple[Keys, dict[str, Any]]:
-    """Return metadata and tensors of a folder of tests/test_end_to_end.py, with a tokenizer of the fixtures."""
+def convert_random_folder(folder: Path) -> tuple[Keys, dict[str, Any]]:
+    """Return metadata and tensors of a random Llama or Qwen3 in bf16, as llama.cpp's converter writes them."""
     values = json.loads((folder / "config.json").read_text())
-    keys: Keys = {
-        "general.architecture": "llama",
-        "llama.block_count": values["num_hidden_layers"],
-        "llama.context_length": values["max_position_embeddings"],
-        "llama.embedding_length": values["hidden_size"],
-        "llama.feed_forward_length": values["intermediate_size"],
-        "llama.attention.head_count": values["num_attention_heads"],
-        "llama.attention.head_count_kv": values["num_key_value_heads"],
-        "llama.attention.layer_norm_rms_epsilon": values["rms_norm_eps"],
-        "tokenizer.chat_template": "{{ messages }}",
-        "tokenizer.chat_template.tool_use": "{{ tools }}",
-    }
+    names = {
+        "block_count": "num_hidden_layers", "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
+        "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
+        "attention.head_count_kv": "num_key_value_heads", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+        "rope.freq_base": "rope_theta", "attention.key_length": "head_dim", "attention.value_length": "head_dim",
+    }  # fmt: skip
+    a = values["model_type"]
+    keys = {"general.architecture": a} | {f"{a}.{key}": values[name] for key, name in names.items() if name in values}
     head_dim = values["hidden_size"] // values["num_attention_heads"]
     tensors = {}
     for full, (_, array) in hf_folders.read_folder_tensors(folder).items():
         stored = get_stored_name(full)
-        rotated = interleave_halves(array, head_dim) if stored.split(".")[-2] in ("attn_q", "attn_k") else array
-        tensors[stored] = widen_exactly(rotated) if array.ndim == 1 else rotated
-    return keys | make_tokenizer_keys(name), tensors
+        if array.ndim == 1:
+            array = widen_exactly(array)
+        elif a == "llama" and stored.endswith(("attn_q.weight", "attn_k.weight")):
+            array = interleave_halves(array, head_dim)
+        tensors[stored] = array
+    return keys, tensors
+
+
+def make_model_with_tokenizer(name: str, folder: Path) -> tuple[Keys, dict[str, Any]]:
+    """Return metadata and tensors of a folder of tests/test_end_to_end.py, with a tokenizer of the fixtures."""
+    keys, tensors = convert_random_folder(folder)
+    templates = {"tokenizer.chat_template": "{{ messages }}", "tokenizer.chat_template.tool_use": "{{ tools }}"}
+    return keys | templates | make_tokenizer_keys(name), tensors
 
 
 def write_model(folder: Path, keys: Keys, tensors: Mapping[str, Any]) -> Path:

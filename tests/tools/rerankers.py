@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.tools.gguf_files import get_stored_name, gguf_bytes, make_tokenizer_keys
+from tests.tools.gguf_files import convert_random_folder, gguf_bytes, make_tokenizer_keys
 from tests.tools.half_precision import widen_exactly
 from tests.tools.hf_folders import read_folder_tensors
 from tests.tools.model_folders import TOKENIZERS, llama_config, llama_shapes, write_random_model
@@ -47,19 +47,9 @@ def read_answer_rows(folder: Path) -> Any:
 
 def make_reranker_gguf(folder: Path, path: Path, template: str | None, head: Any = None) -> Path:
     """Write a reranker's folder as a GGUF file, with a template for reranking and a head, as llama.cpp's converter does."""
-    values = json.loads((folder / "config.json").read_text())
-    names = {
-        "block_count": "num_hidden_layers", "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
-        "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
-        "attention.head_count_kv": "num_key_value_heads", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-        "rope.freq_base": "rope_theta", "attention.key_length": "head_dim", "attention.value_length": "head_dim",
-    }  # fmt: skip
-    keys = {"general.architecture": "qwen3"} | {f"qwen3.{key}": values[name] for key, name in names.items()}
+    keys, tensors = convert_random_folder(folder)
     if template is not None:
         keys["tokenizer.chat_template.rerank"] = template
-    tensors = {}
-    for full, (_, array) in read_folder_tensors(folder).items():
-        tensors[get_stored_name(full)] = array if array.ndim == 2 else widen_exactly(array)
     if head is not None:
         tensors["cls.output.weight"] = head
     path.write_bytes(gguf_bytes(keys | make_tokenizer_keys("qwen2", folder / "tokenizer.json"), tensors))
