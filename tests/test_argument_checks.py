@@ -10,18 +10,12 @@ import pytest
 
 from specdec import CheckpointError, Sampling, SpeculativeDecoder
 from specdec.argument_checks import check_range, count_common_prefix, decode_text
+from tests.tools.fuzz import Index
 
 
 @pytest.fixture(scope="module")
 def decoder(pair):
     return SpeculativeDecoder(pair.target, pair.draft)
-
-
-class IntegerLike:
-    """An object with only `__index__`."""
-
-    def __index__(self):
-        return 5
 
 
 TABLE = np.zeros((9, 9))  # its repr has nine lines
@@ -94,7 +88,7 @@ def test_numpy_numbers_are_accepted(decoder):
     text = decoder.generate("ab", 20, temperature=0.5, top_k=3, top_p=0.75, seed=7).text
     sampling_options = Sampling(np.float32(0.5), np.int64(3), np.float64(0.75), np.uint8(7))
     assert decoder.generate("ab", np.int32(20), sampling_options).text == text
-    assert decoder.generate("ab", IntegerLike(), temperature=0.5, top_k=IntegerLike(), top_p=0.75, seed=IntegerLike()) is not None
+    assert decoder.generate("ab", Index(), temperature=0.5, top_k=Index(), top_p=0.75, seed=Index()) is not None
     assert Sampling(temperature=1) == Sampling(temperature=1.0)
 
 

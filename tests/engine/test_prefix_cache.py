@@ -17,16 +17,11 @@ from specdec.tokenizer import BOS, Tokenizer
 from tests.tools.cache_contents import get_cached_tokens, get_idle_and_used_slots
 from tests.tools.checkpoint_files import write_tokenizer
 from tests.tools.decode import get_tokens
+from tests.tools.engine_threads import endless  # noqa: F401  (a fixture)
 from tests.tools.hf_folders import CONFIGS, FIXTURES
 from tests.tools.prompt_caches import RNG, CountingCache, add_sequence, random_tokens
 
 PREFIX = [BOS, *RNG.integers(3, 64, 12).tolist()]
-
-
-@pytest.fixture(scope="module")
-def endless(pair):
-    """Return a decoder whose outputs end only at their maximum length."""
-    return SpeculativeDecoder(pair.endless, None, pair.tokenizer, n_threads=1)
 
 
 def test_a_shared_prefix_is_copied_and_each_conversation_keeps_its_slot(endless):

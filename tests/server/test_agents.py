@@ -21,10 +21,9 @@ from tests.fakes.asgi import send_request
 from tests.fakes.server import CHAT, COMPLETIONS, CONVERSATION, TOOL, FakeScheduler, make_app, step
 from tests.tools.hf_folders import FIXTURES
 from tests.tools.model_folders import make_chat_folder
-from tests.tools.server_requests import TokenScheduler
+from tests.tools.server_requests import COUNT, MESSAGES, RESPONSES, TokenScheduler
 from tests.tools.thoughts import SOURCES
 
-MESSAGES, RESPONSES, COUNT = "/v1/messages", "/v1/responses", "/v1/messages/count_tokens"
 CALL = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"}
 IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
 RESPONSES_TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
