@@ -18,7 +18,7 @@ from specdec.ui.plain_views import ModelLabels, PlainView, sanitize
 from specdec.ui.terminal_window import Window
 from tests.conftest import Pair
 from tests.tools.model_folders import make_chat_folder
-from tests.tools.thoughts import SOURCES
+from tests.tools.thoughts import SOURCES, split_steps
 
 PROMPT = "Is it a robin? "
 
@@ -34,8 +34,7 @@ def make_runner(decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch) ->
     """Return a function that makes a runner whose model generates the given text, and the calls of the decoder."""
 
     def make(text: str, **options: Any) -> tuple[GenerationRunner, list[Any]]:
-        steps = [Step([1], [], 0, 0.5, 0.0, pieces=[text[i : i + 3]]) for i in range(0, len(text), 3)]
-        events, calls = [Prompt([1], 0.0, PROMPT), *steps, Step([], [], 0, 0.0, 0.0, "eos", pieces=[""])], list[Any]()
+        events, calls = [Prompt([1], 0.0, PROMPT), *split_steps(text, 3, "eos", 0.5)], list[Any]()
         monkeypatch.setattr(decoder, "read_and_stream", lambda *given, **_: calls.append(given) or iter(events))
         settings = {"stop": [], "as_json": False, "plain": True, "pace": 0.0, "stats": False, **options}
         request = SimpleNamespace(**settings, get_settings=lambda models: {})

@@ -5,14 +5,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from specdec import Prompt, SpeculativeDecoder, Step
+from specdec import Prompt, SpeculativeDecoder
 from specdec.loaders import optional_dependencies
 from specdec.server.engine_thread import EngineThread
 from tests.fakes.asgi import send_request
 from tests.fakes.server import CHAT, CONVERSATION, TOOL, FakeScheduler, make_app
 from tests.tools.model_folders import make_chat_folder
 from tests.tools.server_requests import MESSAGES, RESPONSES, TokenScheduler
-from tests.tools.thoughts import SOURCES, TOOLS, thinker  # noqa: F401
+from tests.tools.thoughts import SOURCES, TOOLS, split_steps, thinker  # noqa: F401
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
 BODY = {"messages": CONVERSATION, "max_tokens": 200, "temperature": 1.0, "seed": 3}
@@ -23,19 +23,13 @@ needs_guidance = pytest.mark.skipif(
 )
 
 
-def split_steps(text, size, stop_reason="eos"):
-    pieces = [text[i : i + size] for i in range(0, len(text), size)]
-    steps = [Step([1], [], 0, 0.0, 0.0, pieces=[piece]) for piece in pieces]
-    return [Prompt([1], 0.0), *steps, Step([], [], 0, 0.0, 0.0, stop_reason, pieces=[""])]
-
-
 @pytest.fixture
 def answer(make_test_app, decoder, monkeypatch):
     """Return a function that sends a request to a model in the style of Qwen3 or R1 that generates the given text."""
 
     def send(text, path=CHAT, name="Qwen3", size=3, stop_reason="eos", **fields):
         monkeypatch.setattr(decoder.chat_template, "source", TOOLS + SOURCES[name][0])
-        app = make_test_app(FakeScheduler(*split_steps(text, size, stop_reason)))
+        app = make_test_app(FakeScheduler(Prompt([1], 0.0), *split_steps(text, size, stop_reason)))
         body = {"input": "Why?", "max_output_tokens": 99} if path == RESPONSES else {"messages": CONVERSATION, "max_tokens": 99}
         response = send_request(app, path, body | fields)
         assert response.status == 200, response.body

@@ -28,13 +28,7 @@ from tests.tools.conversations import (
     make_conversation,  # noqa: F401  (a fixture)
     model,  # noqa: F401  (a fixture)
 )
-
-THINKER = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
-    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
-)
+from tests.tools.thoughts import SOURCES, split_steps
 
 
 @pytest.fixture
@@ -44,10 +38,8 @@ def thinker(make_conversation: Callable[..., Conversation], monkeypatch: pytest.
     def make(text: str, size: int = 3, stop_reason: str = "eos") -> Conversation:
         conversation = make_conversation()
         decoder = conversation.decoder
-        monkeypatch.setattr(decoder.chat_template, "source", THINKER)
-        pieces = [text[i : i + size] for i in range(0, len(text), size)]
-        steps = [Step([1], [], 0, 0.5, 0.0, pieces=[piece]) for piece in pieces]
-        events = [Prompt([1], 0.0), *steps, Step([], [], 0, 0.0, 0.0, stop_reason, pieces=[""])]
+        monkeypatch.setattr(decoder.chat_template, "source", SOURCES["Qwen3"][0])
+        events = [Prompt([1], 0.0), *split_steps(text, size, stop_reason, 0.5)]
         monkeypatch.setattr(decoder, "read_and_stream", lambda *_, **__: iter(events))
         return conversation
 

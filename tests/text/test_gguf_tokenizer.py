@@ -45,6 +45,12 @@ def make_keys(name: str, **changes: Any) -> Keys:
     return {key: value for key, value in keys.items() if value is not None}
 
 
+def add_tokens(keys: Keys, kind: int, *names: str) -> Keys:
+    """Return tokenizer keys with more tokens of a type, and scores of 0 where tokens have scores."""
+    added = {"tokens": [*names], "token_type": [kind] * len(names), "scores": [0.0] * len(names)}
+    return keys | {key: keys[key] + added[key] for key in added if key in keys}
+
+
 @pytest.mark.parametrize("name", [*BYTE_LEVEL, "llama2", "gemma3"])
 def test_ids_and_texts_equal_the_tokenizer_json(name: str) -> None:
     """Leaves out texts with SentencePiece's space symbol, which do not decode to themselves."""
@@ -92,11 +98,8 @@ def test_bos_and_space_prefix_follow_the_keys() -> None:
 
 def test_user_defined_tokens_match_anywhere() -> None:
     """Prefer the longer of two tokens with the same start; add no second BOS to the text between them."""
-    keys = make_keys("llama2")
-    first = len(keys["tokens"])
-    keys["tokens"] = [*keys["tokens"], "<t>", "<t>x"]
-    keys["token_type"] = [*keys["token_type"], 4, 4]
-    keys["scores"] = [*keys["scores"], 0.0, 0.0]
+    keys = add_tokens(make_keys("llama2"), 4, "<t>", "<t>x")
+    first = len(keys["tokens"]) - 2
     tokenizer = load_gguf_tokenizer(Path("x"), keys)
     tokens = tokenizer.encode("the<t>xthe <t>")
     assert [token for token in tokens if token >= first] == [first + 1, first]
@@ -109,9 +112,7 @@ def test_user_defined_tokens_match_anywhere() -> None:
 @pytest.mark.parametrize("name", ["llama2", "gpt2"])
 def test_known_eos_names_count_with_any_token_type(name: str, kind: int) -> None:
     def get_eos(*names: str) -> dict[str, str]:
-        keys = make_keys(name)
-        added = {"tokens": [*names], "token_type": [kind] * len(names), "scores": [0.0] * len(names)}
-        keys |= {key: keys[key] + added[key] for key in added if key in keys}
+        keys = add_tokens(make_keys(name), kind, *names)
         tokenizer = load_gguf_tokenizer(Path("x"), keys)
         found = {keys["tokens"][token]: eos for token, eos in tokenizer.eos_tokens.items()}
         for token in range(len(keys["tokens"]) - len(names), len(keys["tokens"])):
@@ -128,8 +129,7 @@ def test_known_eos_names_count_with_any_token_type(name: str, kind: int) -> None
 
 @pytest.mark.parametrize("kind", [3, 4])
 def test_phi3_special_tokens_strip_the_white_space_after_them(kind: int) -> None:
-    keys = make_keys("llama2")
-    keys |= {"tokens": [*keys["tokens"], "<|user|>"], "token_type": [*keys["token_type"], kind], "scores": [*keys["scores"], 0.0]}
+    keys = add_tokens(make_keys("llama2"), kind, "<|user|>")
     for is_stripped in (False, True):
         tokenizer = load_gguf_tokenizer(Path("x"), keys | {SPECIAL_TOKENS_STRIP_KEY: is_stripped})
         assert isinstance(tokenizer, Tokenizer)
@@ -142,14 +142,8 @@ def test_phi3_special_tokens_strip_the_white_space_after_them(kind: int) -> None
 
 def test_a_user_defined_eos_token_is_plain_text_in_a_text() -> None:
     """Some converters wrote <|im_end|> with type 4."""
-    for name in ("gpt2", "llama2"):
-        keys = make_keys(name)
-        keys["tokens"] = [*keys["tokens"], "<|im_end|>", "\udcff"]
-        keys["token_type"] = [*keys["token_type"], 4, 4]
-        if name == "gpt2":
-            keys = {key: value[:-1] if key in ("tokens", "token_type") else value for key, value in keys.items()}
-        else:
-            keys["scores"] = [*keys["scores"], 0.0, 0.0]
+    for name, names in (("gpt2", ["<|im_end|>"]), ("llama2", ["<|im_end|>", "\udcff"])):
+        keys = add_tokens(make_keys(name), 4, *names)
         tokenizer = load_gguf_tokenizer(Path("x"), keys)
         eos = keys["tokens"].index("<|im_end|>")
         tokens = tokenizer.encode("a <|im_end|>")
@@ -174,10 +168,8 @@ def test_a_file_without_a_split_uses_llama_cpps_default() -> None:
 
 
 def test_unused_tokens_are_not_in_the_vocabulary() -> None:
-    keys = make_keys("gpt2")
-    n = len(keys["tokens"])
-    keys["tokens"] = [*keys["tokens"], "[PAD0]", "[PAD0]"]
-    keys["token_type"] = [*keys["token_type"], 5, 5]
+    keys = add_tokens(make_keys("gpt2"), 5, "[PAD0]", "[PAD0]")
+    n = len(keys["tokens"]) - 2
     tokenizer = load_gguf_tokenizer(Path("x"), keys)
     assert tokenizer.vocab_size == n and tokenizer.token_to_bytes(n) is None
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from specdec import SpeculativeDecoder
+from specdec import SpeculativeDecoder, Step
 from specdec.server.engine_thread import EngineThread
 from specdec.server.infill import INFILL_MARKS
 from specdec.text.reasoning import HARMONY_MARKS, MUSE_GLIMMER_MARKS, TemplateMarks
@@ -72,6 +72,13 @@ SOURCES = {
 
 
 TOOLS = "{% if tools %}<tool_call>{% endif %}"
+
+
+def split_steps(text, size, stop_reason="eos", draft_seconds=0.0):
+    """Return the steps of a generation that outputs `size` characters of a text each, and then stops."""
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    steps = [Step([1], [], 0, draft_seconds, 0.0, pieces=[piece]) for piece in pieces]
+    return [*steps, Step([], [], 0, 0.0, 0.0, stop_reason, pieces=[""])]
 
 
 @pytest.fixture(scope="module")
