@@ -273,6 +273,17 @@ def dump():
         json.dump({name: getattr(module, "__file__", None) for name, module in sys.modules.items()}, file)
 atexit.register(dump)
 """
+
+
+def run_and_list_modules(tmp_path: Path, arguments: list[str], cwd: Path = ROOT) -> tuple[dict[str, str | None], str]:
+    """Run Python, which must succeed, and return the file of each module that it loaded, and its stderr."""
+    (tmp_path / "sitecustomize.py").write_text(DUMP_MODULES)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "DUMP_PATH": str(tmp_path / "modules.json")}
+    done = subprocess.run([sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads((tmp_path / "modules.json").read_text()), done.stderr
+
+
 LIBRARY = ["-c", "import specdec; specdec.SpeculativeDecoder; specdec.Model"]
 ENTRY_POINTS = {
     "script": (["specdec.py", "--help"], True),
@@ -291,13 +302,9 @@ def test_every_entry_point_uses_same_module_names(entry_point: str, tmp_path: Pa
     arguments, in_checkout = ENTRY_POINTS[entry_point]
     if entry_point.startswith("installed") and not is_installed():
         pytest.skip("specdec is not installed")
-    (tmp_path / "sitecustomize.py").write_text(DUMP_MODULES)
-    environment = os.environ | {"PYTHONPATH": str(tmp_path), "DUMP_PATH": str(tmp_path / "modules.json")}
-    cwd = ROOT if in_checkout else tmp_path
     warnings = ["-W", "error", "-W", "ignore::DeprecationWarning"]  # by older Typers with a newer Click
-    done = subprocess.run([sys.executable, *warnings, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    loaded = json.loads((tmp_path / "modules.json").read_text())
+    loaded, stderr = run_and_list_modules(tmp_path, [*warnings, *arguments], ROOT if in_checkout else tmp_path)
+    assert stderr == ""
     home = Path(loaded["specdec.speculative_decoder"]).parent
     files = {home / path.relative_to(PACKAGE): f"specdec.{name}" for name, path in MODULES.items()} | {
         home / "__init__.py": "specdec"
@@ -324,12 +331,9 @@ SINGLE_COMMAND_MODULES = {
 
 def test_run_loads_no_modules_of_other_commands(tmp_path: Path) -> None:
     """After the first run has compiled: no numba typing of arrays, no pydantic, and no modules of other commands."""
-    (tmp_path / "sitecustomize.py").write_text(DUMP_MODULES)
-    environment = os.environ | {"PYTHONPATH": str(tmp_path), "DUMP_PATH": str(tmp_path / "modules.json")}
-    command = [sys.executable, "specdec.py", "Once upon a time", "--plain", "-n", "30", "-t", "0.5"]
     for _ in range(2):
-        subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=True)
-    loaded = set(json.loads((tmp_path / "modules.json").read_text()))
+        modules, _ = run_and_list_modules(tmp_path, ["specdec.py", "Once upon a time", "--plain", "-n", "30", "-t", "0.5"])
+    loaded = set(modules)
     assert not {"pydantic", "numba.np.arrayobj", "numba.cpython.unicode", "numpy.ma", "rich.markdown"} & loaded
     assert set(MODULES) > SINGLE_COMMAND_MODULES and not {f"specdec.{name}" for name in SINGLE_COMMAND_MODULES} & loaded
 
@@ -338,10 +342,8 @@ MAX_CORE_FILES = 76  # that `SpeculativeDecoder` imports, with those that they i
 MAX_LOADED_MODULES = 85  # of a run with a llama2.c pair, whose formats and layers are imported by name
 OPTIONAL_FOLDERS = ("server", "bench", "heads", "ui")
 GENERATE = """
-import sys
 from specdec import SpeculativeDecoder
 SpeculativeDecoder("stories650K.bin", "stories650K.bin").generate("Once upon a time", max_tokens=4)
-print(*(name for name in sys.modules if name.partition(".")[0] == "specdec"))
 """
 CORE_TESTS = (
     "test_speculative.py", "engine/test_prefix_cache.py", "engine/test_constrained_decoding.py", "engine/test_prefill_chunks.py",
@@ -372,9 +374,9 @@ def test_core_is_few_files_and_names_no_optional_folder() -> None:
     assert len(core) <= MAX_CORE_FILES, sorted(core)
 
 
-def test_a_llama2c_pair_loads_only_the_core() -> None:
-    command = [sys.executable, "-c", GENERATE]
-    loaded = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+def test_a_llama2c_pair_loads_only_the_core(tmp_path: Path) -> None:
+    modules, _ = run_and_list_modules(tmp_path, ["-c", GENERATE])
+    loaded = [name for name in modules if name.partition(".")[0] == "specdec"]
     assert not {*OPTIONAL_FOLDERS, "cli"} & {name.split(".")[1] for name in loaded if "." in name}
     assert len(loaded) <= MAX_LOADED_MODULES, sorted(loaded)
 

@@ -24,7 +24,7 @@ from specdec.loaders.model_paths import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.server.model_manager import ModelSource
 from specdec.ui import progress
 from tests.conftest import Pair
-from tests.fakes.hub import FakeHub
+from tests.fakes.hub import FakeHub, make_snapshot
 from tests.fakes.terminal import PROMPT
 from tests.tools.block_tensors import block_model
 from tests.tools.command_runs import Run, from_json, run  # noqa: F401  (a fixture)
@@ -95,10 +95,8 @@ def test_models_are_removed_after_confirmation(
     installed.mkdir()
     monkeypatch.setattr(model_paths, "BUNDLED_MODELS_DIR", installed)
     (tmp_path / "models" / "target.bin").write_bytes(pair.target.read_bytes())
-    snapshot, blobs = (tmp_path / "hub" / "models--org--name" / part for part in ("snapshots/abc", "blobs"))
-    for folder in (snapshot, blobs, snapshot.parents[1] / "refs"):
-        folder.mkdir(parents=True)
-    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    snapshot = make_snapshot(tmp_path / "hub")
+    (blobs := snapshot.parents[1] / "blobs").mkdir()
     (lacking := snapshot.parents[1] / ".no_exist" / "abc").mkdir(parents=True)
     for file in ("model.safetensors", "model.safetensors.index.json"):
         (lacking / file).touch()

@@ -27,6 +27,7 @@ from specdec.runtime import code_cache
 from specdec.tokenizer import Tokenizer
 from specdec.ui.progress import show_status
 from tests.conftest import VOCAB, Pair
+from tests.fakes.hub import make_snapshot
 from tests.fakes.terminal import COMMAND, PROMPT, TIMEOUT_S, make_arguments, make_endless_arguments, run_in_terminal
 from tests.tools.command_runs import A_NOTE, Run, assert_rejected, from_json, run  # noqa: F401  (a fixture)
 from tests.tools.configs import replace_config
@@ -338,10 +339,7 @@ def test_installed_models_are_listed_with_fitting_drafts(
         (tmp_path / "models" / f"{name}.bin").write_bytes(getattr(pair, name).read_bytes())
     (tmp_path / "models" / "tok300.bin").write_bytes(pair.tokenizer.read_bytes())
     (tmp_path / "models" / "broken.bin").write_bytes(b"PK\x03\x04")
-    snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / "abc"
-    snapshot.mkdir(parents=True)
-    (snapshot.parents[1] / "refs").mkdir()
-    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    snapshot = make_snapshot(tmp_path / "hub")
     name = next(iter(CONFIGS))
     (snapshot / "tiny-Q8_0.gguf").write_bytes(gguf_bytes(make_model_keys(name), make_model_tensors(name)))
     listed = from_json(run("models", "--json"))
@@ -481,10 +479,7 @@ def test_misspelled_name_suggests_similar_ones(
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "models" / "stories6M.bin").write_bytes(pair.target.read_bytes())
-    snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / "abc"
-    snapshot.mkdir(parents=True)
-    (snapshot.parents[1] / "refs").mkdir()
-    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    snapshot = make_snapshot(tmp_path / "hub")
     (snapshot / "tiny-Q8_0.gguf").touch()
     assert_rejected(run(*(word.format(here=tmp_path) for word in words)), *(word.format(here=tmp_path) for word in expected))
 

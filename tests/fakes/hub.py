@@ -8,8 +8,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def make_snapshot(hub: Path, commit: str = "abc") -> Path:
+    """Create an empty snapshot of org/name in a cache, as its latest, and return its folder."""
+    folder = hub / "models--org--name"
+    for name in (f"snapshots/{commit}", "refs"):
+        (folder / name).mkdir(parents=True)
+    (folder / "refs" / "main").write_text(commit)
+    return folder / "snapshots" / commit
 
 
 @dataclass
