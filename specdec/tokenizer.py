@@ -53,8 +53,22 @@ class AnyTokenizer(Protocol):
     def utf8_errors(self) -> str:
         """The name of the Python codec error handler for bytes that are not valid UTF-8."""
 
+    @property
+    def specials(self) -> dict[str, int]:
+        """The ids of all special tokens by name."""
+
+    @property
+    def max_token_length(self) -> int:
+        """The length of the longest token in characters or bytes."""
+
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, with BOS if the tokenizer adds it."""
+
+    def encode_rendered(self, segments: "Sequence[RenderedSegment]") -> list[int]:
+        """Return the token ids of the segments of a rendered chat template, without BOS in front.
+
+        Names of special tokens become those tokens in the template's own segments, and stay plain text in message segments.
+        """
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of a whole sequence of token ids, in which special tokens have no text."""
@@ -184,7 +198,7 @@ class Tokenizer:
         return max(map(len, self.pieces))
 
     def encode_rendered(self, segments: Sequence[RenderedSegment]) -> list[int]:
-        """Return the token ids of a rendered chat template, without BOS in front; see `ChatTokenizer`.
+        """Return the token ids of a rendered chat template, without BOS in front; see `AnyTokenizer`.
 
         Names of special tokens become those tokens, except in messages. Each stretch between them is encoded as a separate text.
         """

@@ -14,7 +14,7 @@ from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.loaders.rerankers import INSTRUCTION, INSTRUCTION_FIELD, NAME
 from specdec.model.kv_cache import KVCache
 from specdec.runtime.simd import Float32
-from specdec.text.chat_template import ChatTokenizer, PromptTooLongError
+from specdec.text.chat_template import PromptTooLongError
 from specdec.tokenizer import RenderedSegment
 
 Result = TypeVar("Result")
@@ -48,10 +48,8 @@ class Reranker:
                 f"the model is not a reranker; expected a Qwen3 model with {NAME!r} in its name, or a GGUF file with a template "
                 "for reranking"
             )
-        if not isinstance(tokenizer, ChatTokenizer):
-            raise ValueError(f"the tokenizer {tokenizer.path} does not support templates, which rerankers need")
         self._target, self._template, self._head = bundle.target, checkpoint.rerank_template, checkpoint.rerank_head
-        self._tokenizer: ChatTokenizer = tokenizer
+        self._tokenizer = tokenizer
         self._answers = [tokenizer.encode_rendered([RenderedSegment(text, False)]) for text in ("yes", "no")]
         if self._head is None and [len(tokens) for tokens in self._answers] != [1, 1]:
             raise ValueError(f"the tokenizer {tokenizer.path} has no tokens yes and no, by which rerankers answer")

@@ -26,7 +26,7 @@ from specdec.server.field_validation import (
 )
 from specdec.server.tool_parsers.base import ToolParser, ToolSchemas
 from specdec.speculative_decoder import SpeculativeDecoder
-from specdec.text.chat_template import ChatTemplate, ChatTokenizer, PromptTooLongError, TemplateError
+from specdec.text.chat_template import ChatTemplate, PromptTooLongError, TemplateError
 from specdec.text.conversation import ChatSettings
 from specdec.text.grammar_worker import WorkerLostError
 from specdec.text.reasoning_constraint import ReasoningConstraint
@@ -94,7 +94,7 @@ class ServedModel:
     @property
     def max_chars(self) -> int:
         """The most characters that a text in the model's context can have, however it is tokenized."""
-        return self.decoder.n_positions * getattr(self.decoder.tokenizer, "max_token_length", 1)
+        return self.decoder.n_positions * self.decoder.tokenizer.max_token_length
 
 
 class GenerationFields:
@@ -175,7 +175,7 @@ class GenerationFields:
 
     def _encode_prediction(self) -> list[int]:
         tokenizer = self._model.decoder.tokenizer
-        if not self._prediction or not isinstance(tokenizer, ChatTokenizer):
+        if not self._prediction:
             return []
         with wrap_encoding_errors(self._model, "prediction"):
             segment = RenderedSegment(self._prediction[: self._model.max_chars], True)

@@ -1,11 +1,10 @@
 """Prompts of models that fill in the middle of a text, such as code. Knows no server."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from specdec.engine.request import GenerationRequest
 from specdec.server.field_validation import UNSUPPORTED, APIError
-from specdec.text.chat_template import ChatTokenizer
 from specdec.tokenizer import AnyTokenizer, RenderedSegment
 
 # in the prompt, these precede the text before the gap, the text after the gap, and the output
@@ -83,7 +82,7 @@ def encode_infill(
 
 def end_infills(requests: Sequence[GenerationRequest], tokenizer: AnyTokenizer) -> list[GenerationRequest]:
     """Return requests whose outputs also end at the tokens that follow a completed infill."""
-    specials: Mapping[str, int] = getattr(tokenizer, "specials", {})
+    specials = tokenizer.specials
     names = [name for name in END_NAMES if _is_token(tokenizer, name)]
     visible = {specials[name]: name for name in names if name in specials}  # the text of others is shown anyway
     return [
@@ -94,14 +93,12 @@ def end_infills(requests: Sequence[GenerationRequest], tokenizer: AnyTokenizer) 
 
 def _encode_start(tokenizer: AnyTokenizer) -> list[int]:
     """Return the tokens that the tokenizer adds before a text: BOS, or none."""
-    assert isinstance(tokenizer, ChatTokenizer)
     start, letter = tokenizer.encode("a"), _encode_segments(tokenizer, ("a", True))
     return start[: len(start) - len(letter)]
 
 
 def _encode_segments(tokenizer: AnyTokenizer, *segments: tuple[str, bool]) -> list[int]:
     """Return the token ids of all segments together: pairs of a text and whether names of special tokens in it are text."""
-    assert isinstance(tokenizer, ChatTokenizer)
     return tokenizer.encode_rendered([RenderedSegment(*each) for each in segments if each[0]])
 
 
@@ -112,8 +109,4 @@ def _is_token(tokenizer: AnyTokenizer, name: str) -> bool:
 
 def _find_marks(tokenizer: AnyTokenizer) -> tuple[str, ...]:
     """Return the first of INFILL_MARKS that are all single tokens of the tokenizer; empty if there are none."""
-    if isinstance(tokenizer, ChatTokenizer):
-        for marks in INFILL_MARKS:
-            if all(_is_token(tokenizer, mark) for mark in marks):
-                return marks
-    return ()
+    return next((marks for marks in INFILL_MARKS if all(_is_token(tokenizer, mark) for mark in marks)), ())

@@ -88,7 +88,7 @@ def parse_chat_request(body: JSONObject, model: ServedModel) -> ParsedRequest:
         prompt = _encode_messages(model, template, messages, offered_tools, template_options)
     if tool_parser and not (offered_tools or tool_parser.is_always_parsed):
         tool_parser = None
-    visible_tokens = tool_parser.get_visible_tokens(getattr(model.decoder.tokenizer, "specials", {})) if tool_parser else {}
+    visible_tokens = tool_parser.get_visible_tokens(model.decoder.tokenizer.specials) if tool_parser else {}
     requests = shared.make_requests(
         "messages", [prompt], max_completion_tokens or max_tokens, n_top_logprobs if has_logprobs else None, visible_tokens
     )
@@ -507,5 +507,4 @@ class CompletionFormatter(ResponseFormatter):
         token_bytes = tokenizer.token_to_bytes(token)
         if token_bytes is not None:
             return token_bytes.decode(errors="replace"), list(token_bytes)
-        specials = getattr(tokenizer, "specials", {})
-        return next((name for name, special_id in specials.items() if special_id == token), f"<{token}>"), None
+        return next((name for name, special_id in tokenizer.specials.items() if special_id == token), f"<{token}>"), None

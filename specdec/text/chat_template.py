@@ -9,12 +9,12 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 from specdec.argument_checks import JSONObject, check_choice, check_path, check_string, decode_text, shorten
 from specdec.loaders import Checkpoint, optional_dependencies, read_optional_json_object
 from specdec.loaders.llama2c import LLAMA2_TEMPLATE, LLAMA2_VARIABLES
-from specdec.tokenizer import AnyTokenizer, RenderedSegment, StreamingDetokenizer, read_file_bytes
+from specdec.tokenizer import AnyTokenizer, StreamingDetokenizer, read_file_bytes
 
 if TYPE_CHECKING:
     from specdec.text.jinja_renderer import Rendering
@@ -47,21 +47,6 @@ class TemplateError(ValueError):
 
 class PromptTooLongError(TemplateError):
     """An error for a conversation with so much text that it cannot fit the context, however it is tokenized."""
-
-
-@runtime_checkable
-class ChatTokenizer(Protocol):
-    """The protocol of tokenizers that can encode the text of a rendered chat template."""
-
-    @property
-    def max_token_length(self) -> int:
-        """The length of the longest token in characters or bytes."""
-
-    def encode_rendered(self, segments: Sequence[RenderedSegment]) -> list[int]:
-        """Return the token ids of the segments of a rendered chat template, without BOS in front.
-
-        Names of special tokens become those tokens in the template's own segments, and stay plain text in message segments.
-        """
 
 
 class ChatTemplate:
@@ -185,22 +170,20 @@ class ChatTemplate:
         An earlier answer keeps its own `tokens` as long as they decode to its rendered text, so that the KV cache can be reused.
 
         Args:
-            tokenizer: The tokenizer; must be a `ChatTokenizer`.
+            tokenizer: The tokenizer.
             messages: The conversation.
             n_positions: The context length; None for no limit.
             tools: Functions that the model may call.
             options: Additional template variables.
 
         Raises:
-            TemplateError: The template rejects the messages, or the tokenizer is not a `ChatTokenizer`.
+            TemplateError: The template rejects the messages.
             PromptTooLongError: The text cannot fit the context. Raised before the text is encoded.
             TypeError: The messages have a wrong type.
             ValueError: The messages are not valid.
         """
         if tools and self.for_tools is not self:
             return self.for_tools.encode(tokenizer, messages, n_positions, tools, options)
-        if not isinstance(tokenizer, ChatTokenizer):
-            raise TemplateError(f"{self.location}: the tokenizer {tokenizer.path} does not support chat templates")
         messages = validate_messages(messages)
         with_tokens = [i for i, message in enumerate(messages) if message.get("tokens")]
         max_characters = MAX_CHARACTERS if n_positions is None else n_positions * tokenizer.max_token_length

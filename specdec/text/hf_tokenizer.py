@@ -96,7 +96,7 @@ class HFTokenizer:
         return ids or [self._bos if self._bos is not None else min(self.eos_tokens, default=0)]
 
     def encode_rendered(self, segments: Sequence[RenderedSegment]) -> list[int]:
-        """Return the token ids of a rendered chat template, without BOS in front (see `ChatTokenizer`).
+        """Return the token ids of a rendered chat template, without BOS in front (see `AnyTokenizer`).
 
         Raises:
             TokenizerError: The library cannot encode the text.

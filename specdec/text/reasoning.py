@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from specdec.argument_checks import JSONDict
-from specdec.text.chat_template import ChatTemplate, ChatTokenizer, TemplateError
+from specdec.text.chat_template import ChatTemplate, TemplateError
 from specdec.text.detokenizer import find_first
 from specdec.tokenizer import AnyTokenizer, RenderedSegment, StreamingDetokenizer
 
@@ -162,7 +162,7 @@ def find_reasoning_marks(template: ChatTemplate, tokenizer: AnyTokenizer, prompt
     """
     if not (marks := find_template_marks(template)):
         return None
-    specials: Mapping[str, int] = getattr(tokenizer, "specials", {})
+    specials = tokenizer.specials
     visible = {name: SPECIAL_TOKEN_MARK + name for name in specials if name and any(name in mark for mark in marks)}
     stream = StreamingDetokenizer(tokenizer, {token: name for name, token in specials.items()})
     tail = "".join([stream.push(token) for token in prompt[-N_TAIL_TOKENS:]]).rstrip()
@@ -189,8 +189,6 @@ def _replace_names(mark: str, visible: Mapping[str, str]) -> str:
 
 def _encode_mark(tokenizer: AnyTokenizer, mark: str) -> tuple[int, ...]:
     """Return the token ids of a mark in the middle of a text, without a space that the tokenizer adds at a start."""
-    if not isinstance(tokenizer, ChatTokenizer):
-        return tuple(tokenizer.encode(mark))
     newline, tokens = (tokenizer.encode_rendered([RenderedSegment(text, False)]) for text in ("\n", f"\n{mark}"))
     is_prefix = tokens[: len(newline)] == newline
     return tuple(tokens[len(newline) :] if is_prefix else tokenizer.encode_rendered([RenderedSegment(mark, False)]))

@@ -222,7 +222,7 @@ def _get_meanings(tokenizer: AnyTokenizer, n: int) -> list[bytes | str]:
     if isinstance(tokenizer, NamedTokens):
         names = {token: tokenizer.id_to_token(token) for token in range(n)}
     else:
-        names = {token: name for name, token in getattr(tokenizer, "specials", {}).items()}
+        names = {token: name for name, token in tokenizer.specials.items()}
     token_bytes = [tokenizer.token_to_bytes(token) for token in range(n)]
     return [names.get(token) or b"" if data is None else data for token, data in enumerate(token_bytes)]
 

@@ -208,7 +208,7 @@ class ToolParser:
         Raises:
             ValueError: The parameters of a tool cannot be expressed; the message names the tool.
         """
-        grammar = GrammarBuilder(getattr(tokenizer, "specials", {}), is_single_call)
+        grammar = GrammarBuilder(tokenizer.specials, is_single_call)
         rules = []
         for tool in tools:
             with grammar.begin_tool(tool) as schema:
