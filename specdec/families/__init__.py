@@ -10,21 +10,19 @@ from typing import Any, TypeVar
 from specdec.argument_checks import JSONObject
 from specdec.model_config import ASSISTANT, UNIFIED_ASSISTANT
 
-# Files of the families that are not named like their file, by model_type in config.json or by architecture in GGUF files
-FILES = {
-    "bailing_moe_v2": "bailing_moe", "bailingmoe2": "bailing_moe",
-    "deepseek_v2": "deepseek", "deepseek_v3": "deepseek", "deepseek2": "deepseek", "glm4_moe_lite": "deepseek",
-    "ernie4_5_moe": "ernie4_5", "ernie4_5-moe": "ernie4_5",
-    "gemma2": "gemma", "gemma3": "gemma", "gemma3_text": "gemma", "gemma4_text": "gemma4", "gemma4_unified": "gemma4",
-    "gemma4_unified_text": "gemma4", "granitemoe": "granite", "granitemoeshared": "granite", "granitemoehybrid": "granite",
-    "granitehybrid": "granite", "hunyuan-dense": "hunyuan_v1_dense", "lfm2_moe": "lfm2", "lfm2moe": "lfm2",
-    "ministral3": "mistral", "mistral3": "mistral", "mixtral": "mistral", "muse_glimmer_text": "muse_glimmer",
-    "nemotron_h_moe": "nemotron_h", "olmo3": "olmo2", "olmoe": "olmo2", "phimoe": "phi3",
-    "qwen2": "qwen", "qwen2_moe": "qwen", "qwen2moe": "qwen", "qwen3": "qwen", "qwen3_moe": "qwen", "qwen3moe": "qwen",
-    "qwen2_vl": "qwen", "qwen2_vl_text": "qwen", "qwen2_5_vl": "qwen", "qwen2_5_vl_text": "qwen", "qwen2vl": "qwen",
-    "qwen3_vl": "qwen", "qwen3_vl_text": "qwen", "qwen3_vl_moe": "qwen", "qwen3_vl_moe_text": "qwen", "qwen3vl": "qwen",
-    "qwen3vlmoe": "qwen", "qwen3_5": "qwen35", "qwen3_5_text": "qwen35", "qwen3_5_moe": "qwen35", "qwen3_5_moe_text": "qwen35",
-    "qwen35moe": "qwen35", "qwen3_next": "qwen35", "qwen3next": "qwen35", "smolvlm": "llama", "idefics3": "llama",
+# Names of families by their file, unless they equal its name: by model_type in config.json or by architecture in GGUF files
+NAMES = {
+    "bailing_moe": ("bailing_moe_v2", "bailingmoe2"), "deepseek": ("deepseek_v2", "deepseek_v3", "deepseek2", "glm4_moe_lite"),
+    "ernie4_5": ("ernie4_5_moe", "ernie4_5-moe"), "gemma": ("gemma2", "gemma3", "gemma3_text"),
+    "gemma4": ("gemma4_text", "gemma4_unified", "gemma4_unified_text"),
+    "granite": ("granitemoe", "granitemoeshared", "granitemoehybrid", "granitehybrid"), "hunyuan_v1_dense": ("hunyuan-dense",),
+    "lfm2": ("lfm2_moe", "lfm2moe"), "llama": ("smolvlm", "idefics3"), "mistral": ("ministral3", "mistral3", "mixtral"),
+    "muse_glimmer": ("muse_glimmer_text",), "nemotron_h": ("nemotron_h_moe",), "olmo2": ("olmo3", "olmoe"), "phi3": ("phimoe",),
+    "qwen": (
+        "qwen2", "qwen2_moe", "qwen2moe", "qwen3", "qwen3_moe", "qwen3moe", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl",
+        "qwen2_5_vl_text", "qwen2vl", "qwen3_vl", "qwen3_vl_text", "qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3vl", "qwen3vlmoe",
+    ),
+    "qwen35": ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen35moe", "qwen3_next", "qwen3next"),
 }  # fmt: skip
 ASSISTANT_TYPES = (ASSISTANT, UNIFIED_ASSISTANT)
 DFLASH = "a DFlash draft head, which is not supported; use -d lookup"  # a head that drafts a block of tokens at once
@@ -36,7 +34,7 @@ def load_definitions(kind: type[Definition], name: object = None) -> list[Defini
     """Return the definitions of one kind in the file that a name in a model's file belongs to; those of all files for None."""
     files = sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py"))
     if name is not None:
-        files = [file for file in files if file == FILES.get(str(name), str(name).replace("-", "_"))]
+        files = [file for file in files if file == str(name).replace("-", "_") or name in NAMES.get(file, ())]
     modules = (import_module(f"{__name__}.{file}") for file in files)
     return [each for module in modules for each in getattr(module, "FAMILY", ()) if isinstance(each, kind)]
 

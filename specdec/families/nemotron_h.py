@@ -17,7 +17,7 @@ from specdec.families.recurrent_common import GGUF_MAMBA_TENSORS, make_mamba_spe
 from specdec.mixer_config import Mamba2Config
 from specdec.model_config import AttentionConfig, ExpertsConfig, LayerConfig, ModelConfig, RopeConfig
 
-MAMBA, ATTENTION, MLP, EXPERTS = "linear_attention", "full_attention", "mlp", "moe"
+MAMBA, ATTENTION, MLP, EXPERTS = hf.LINEAR_ATTENTION, hf.FULL_ATTENTION, "mlp", "moe"
 LAYER_TYPES = {MAMBA: MAMBA, ATTENTION: ATTENTION, MLP: MLP, EXPERTS: EXPERTS, "mamba": MAMBA, "attention": ATTENTION}
 PATTERN_TYPES = {"M": MAMBA, "*": ATTENTION, "-": MLP, "E": EXPERTS}
 TYPES_KEY, PATTERN_KEY = "layers_block_type", "hybrid_override_pattern"
