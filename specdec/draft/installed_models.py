@@ -17,7 +17,7 @@ from specdec.draft.settings import parse_quantize
 from specdec.loaders import MTP_PREFIX, Checkpoint, CheckpointError, hf_hub, load_builtin_head, load_checkpoint
 from specdec.loaders.head_checkpoint import find_incompatibility
 from specdec.loaders.model_aliases import read_aliases
-from specdec.loaders.model_file import list_shard_names
+from specdec.loaders.model_file import list_shards
 from specdec.loaders.model_paths import find_local, get_model_folders, list_model_paths
 from specdec.model import count_parameters, get_architecture
 from specdec.model.model import count_kv_bytes_per_token
@@ -160,7 +160,7 @@ def _read_facts(path: Path, _: tuple[object, ...]) -> tuple[int, bool]:
 def _get_fingerprint(path: Path) -> tuple[object, ...]:
     """Return a hashable value that changes when a model's files do: their names, times and sizes."""
     with suppress(OSError):
-        files = path.iterdir() if path.is_dir() else [path.with_name(name) for name in list_shard_names(path.name)]
+        files = path.iterdir() if path.is_dir() else list_shards(path)
         stats = [(file.name, file.stat()) for file in files if file.exists()]
         return tuple(sorted((name, one.st_mtime_ns, one.st_size) for name, one in stats))
     return ()

@@ -19,6 +19,7 @@ from specdec.argument_checks import CheckpointError
 from specdec.loaders import optional_dependencies
 from specdec.loaders.model_file import (
     ADAPTER_CONFIG,
+    CONFIG,
     INDEX,
     WEIGHTS,
     list_shard_names,
@@ -29,7 +30,7 @@ from specdec.loaders.model_file import (
 if TYPE_CHECKING:
     from specdec.loaders.resumable_download import RemoteFile
 
-GGUF_SUFFIX, CONFIG = ".gguf", "config.json"
+GGUF_SUFFIX = ".gguf"
 DEFAULT_QUANTS = ("Q4_K_M", "Q8_0", "")  # preferred GGUF files if no quant is given, like llama.cpp's -hf; "": any
 AUXILIARY_FILES = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json",

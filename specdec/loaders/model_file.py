@@ -124,6 +124,12 @@ def list_shard_names(name: str) -> list[str]:
     return [f"{match[1]}-{i + 1:05}-of-{match[3]}.gguf" for i in range(int(match[3]))] if match else [name]
 
 
+def list_shards(path: Path) -> list[Path]:
+    """Return a model's path, with the other shards that exist if it is a shard of a split GGUF model, in order."""
+    shards = (path.with_name(name) for name in list_shard_names(path.name))
+    return [shard for shard in shards if shard == path or shard.is_file()]
+
+
 # JSON and text files
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specdec.argument_checks import CheckpointError
-from specdec.loaders.model_file import list_shard_names
+from specdec.loaders.model_file import list_shards
 from specdec.loaders.model_paths import BUNDLED_MODELS_DIR
 
 
@@ -21,12 +21,12 @@ def list_model_files(path: Path) -> list[Path]:
     if path.resolve().parent == BUNDLED_MODELS_DIR:
         raise CheckpointError(f"{path.name} is bundled with specdec and cannot be removed")
     if repository_dir := _find_repository_dir(path):
-        shards = _list_shards(path)
+        shards = list_shards(path)
         if not path.is_file() or {*path.parent.rglob("*.gguf")} <= {*shards}:
             return [repository_dir]
         # Follow one link only: the library keeps blobs that repositories share in a separate store.
         return [*shards, *(link.parent / link.readlink() for link in shards if link.is_symlink())]
-    return _list_shards(path)
+    return list_shards(path)
 
 
 def compute_total_bytes(paths: Sequence[Path]) -> int:
@@ -55,9 +55,3 @@ def _find_repository_dir(path: Path) -> Path | None:
     """Return the repository folder in the hub's cache that contains a path; None if the path is not in the cache."""
     repository_dirs = (each for each in path.parents if each.name.startswith("models--") and (each / "snapshots").is_dir())
     return next(repository_dirs, None)
-
-
-def _list_shards(path: Path) -> list[Path]:
-    """Return [path] for a model that is a folder, else the path of the model's file and those of its existing shards."""
-    others = (path.with_name(name) for name in list_shard_names(path.name))
-    return [path] if path.is_dir() else [other for other in others if other == path or other.is_file()]

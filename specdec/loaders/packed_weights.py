@@ -31,7 +31,7 @@ import numpy as np
 from specdec.argument_checks import CheckpointWarning, JSONDict, check_path
 from specdec.layers.weights import Weights
 from specdec.loaders.checkpoint import Checkpoint
-from specdec.loaders.model_file import list_shard_names
+from specdec.loaders.model_file import list_shards
 from specdec.model import get_architecture
 from specdec.quant import WeightFormat
 from specdec.runtime import code_cache
@@ -294,8 +294,7 @@ def _list_model_files(path: Path) -> list[Path]:
     """Return the files from which a model's config and tensors are read, in order of their names."""
     if path.is_dir():
         return sorted(file for file in path.iterdir() if file.suffix in MODEL_SUFFIXES and file.is_file())
-    shards = (path.with_name(name) for name in list_shard_names(path.name))
-    return [path, *(shard for shard in shards if shard != path and shard.exists())]
+    return list_shards(path)
 
 
 def _get_identity(stat: os.stat_result) -> list[int]:
