@@ -53,7 +53,7 @@ class Mamba2(Block):
         scan = ScanState(
             new.sequence(2, m.n_heads * (width // PANEL_ROWS), m.state_dim, PANEL_ROWS),
             new.sequence(m.n_heads, 2, dtype=np.int64),
-            new.sequence(KEY_RING_SLOTS, m.n_groups * m.state_dim),
+            new.sequence(1, KEY_RING_SLOTS, m.n_groups * m.state_dim),
             new.sequence(m.n_heads, RING_SLOTS, width),
             new.sequence(m.n_heads, RING_SLOTS),
         )
@@ -76,7 +76,7 @@ class Mamba2(Block):
             mixed, output = output, new.rows(pad(m.inner_dim), self.b.sizes.n_threads)
             norm_ops.append(group_norm(output, mixed, weight, m.inner_dim, self.config.norm_eps))
         phase, *others = self.add_residual("mamba_out", output)
-        store_keys = store_columns(projected, 1, m.inner_dim, state.keys)
+        store_keys = store_columns(projected, 1, m.inner_dim, state.keys[0])
         return [
             [*before, *self.matmul("in", projected, source), *scale_ops, convolution, store_keys],
             [scan._replace(bytes_per_token=state.states.nbytes)],

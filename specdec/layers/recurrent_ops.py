@@ -108,8 +108,8 @@ def gated_convolution(
             store(out, t * n_channels + k, mul(load(x, at + PANEL_ROWS), v))
 
 
-# The gated delta rule. Shapes: T tokens of this pass, N slots of a ring, H value heads, K rows of a key, C rows of a value, R
-# panel rows.
+# States that advance token by token. Shapes: T tokens of this pass, N slots of a ring, H heads, K rows of a state, C columns of a
+# state, R panel rows.
 
 
 @compiled
@@ -120,15 +120,159 @@ def fill_decay_rates(rates, logarithms):
 
 
 @jitable
-def sigmoid_scalar(x):
-    """Return the sigmoid 1 / (1 + e^-x) of a float32 scalar."""
-    return extract_lane(sigmoid(splat(x)), 0)
-
-
-@jitable
 def compute_decay(rate, dt):
     """Return e^(rate dt), the factor of a state; NaN if the rate is infinite, where `exp` has a finite limit."""
     return exp_scalar(rate * dt) + np.float32(0.0) * rate
+
+
+@inlined
+def load_rows(states, at):
+    """Return LANES columns of four consecutive rows of a state panel, from flat index `at` on, as four vectors."""
+    return (
+        load(states, at),
+        load(states, at + PANEL_ROWS),
+        load(states, at + 2 * PANEL_ROWS),
+        load(states, at + 3 * PANEL_ROWS),
+    )
+
+
+@inlined
+def store_rows(states, at, rows):
+    """Store four vectors as `load_rows` loads them."""
+    for i in range(4):
+        store(states, at + i * PANEL_ROWS, rows[i])
+
+
+@inlined
+def load_items(x, at):
+    """Return four numbers of x, from flat index `at` on."""
+    return load_item(x, at), load_item(x, at + 1), load_item(x, at + 2), load_item(x, at + 3)
+
+
+@inlined
+def update_rows(rows, keys, decay, delta):
+    """Return rows of a state after a token, decay * rows + keys * delta, given the number of the key for each row."""
+    return fma(keys, delta, mul(rows, decay))
+
+
+class Scan(NamedTuple):
+    """A range of tokens over which `scan` advances one state panel (K, R) of a head.
+
+    The panel at flat index `source` is the state after `start` tokens. The state after `stop` tokens is stored at flat index
+    `target`; the tokens up to `end` are run, but the states after them are not stored.
+    """
+
+    head: int
+    panel: int
+    source: int
+    target: int
+    start: int
+    stop: int
+    end: int
+
+
+@inlined
+def add_product(sums, at, rows, query):
+    """Add the product of four rows of a state and four numbers of a query to LANES sums."""
+    total = fma(rows[3], query[3], fma(rows[2], query[2], fma(rows[1], query[1], mul(rows[0], query[0]))))
+    store(sums, at, add(load(sums, at), total))
+
+
+@jitable  # its helpers are inlined: a call copies a whole record of arrays
+def scan(run, thread, p, s):
+    """Advance the state panel S that the `Scan` s names, S = g S + k d' per token, and add S' q to scratch for the pass's tokens.
+
+    Four rows stay in registers while the tokens run, so a pass of any length reads the state once: whole rows if there are 32
+    registers, else half of them at a time. With AVX2 a prompt of 512 in 28 layers of Granite 4 H 350M took 353 ms in whole rows,
+    and 200 with half rows and a base that is copied from the tip. A token's sum adds the sums of four rows each, in the order of
+    the rows.
+    """
+    n_rows, width, n_keys, n_slots = p.states.shape[2], p.deltas.shape[2], p.keys.shape[2], p.keys.shape[1]
+    group = s.head // (p.lengths.shape[0] // (n_keys // n_rows)) * n_rows
+    first_key = s.head * n_slots * n_keys if p.keys.shape[0] > 1 else group
+    queries = p.lengths.shape[0] * p.head_dim + n_keys + group
+    deltas, decays = s.head * RING_SLOTS * width + s.panel * PANEL_ROWS, s.head * RING_SLOTS
+    sums = thread * p.scratch.shape[1] * width + s.panel * PANEL_ROWS
+    fours = n_rows // 4 * 4
+    for part in range(n_rows // 4 * (PANEL_ROWS // SCAN_COLUMNS)):
+        k, column = part // (PANEL_ROWS // SCAN_COLUMNS) * 4, part % (PANEL_ROWS // SCAN_COLUMNS) * SCAN_COLUMNS
+        first = k * PANEL_ROWS + column
+        left, right = load_rows(p.states, s.source + first), load_rows(p.states, s.source + first + LAST_COLUMNS)
+        slot, key_slot = s.start % RING_SLOTS, s.start % n_slots
+        if s.start == s.stop:
+            store_rows(p.states, s.target + first, left)
+            store_rows(p.states, s.target + first + LAST_COLUMNS, right)
+        for position in range(s.start, s.end):
+            decay, keys = splat(load_item(p.decays, decays + slot)), load_items(p.keys, first_key + key_slot * n_keys + k)
+            delta = deltas + slot * width + column
+            left = update_rows(left, keys, decay, load(p.deltas, delta))
+            if LAST_COLUMNS > 0:
+                right = update_rows(right, keys, decay, load(p.deltas, delta + LAST_COLUMNS))
+            if position + 1 == s.stop:
+                store_rows(p.states, s.target + first, left)
+                if LAST_COLUMNS > 0:
+                    store_rows(p.states, s.target + first + LAST_COLUMNS, right)
+            if position >= run.pos:
+                t = position - run.pos
+                to, query = sums + t * width + column, load_items(p.x, t * p.x.shape[1] + queries + k)
+                add_product(p.scratch, to, left, query)
+                if LAST_COLUMNS > 0:
+                    add_product(p.scratch, to + LAST_COLUMNS, right, query)
+            slot, key_slot = slot + 1, key_slot + 1
+            slot, key_slot = 0 if slot == RING_SLOTS else slot, 0 if key_slot == n_slots else key_slot
+    for at in range(fours * PANEL_ROWS, n_rows * PANEL_ROWS, LANES):
+        k, column = at // PANEL_ROWS, at % PANEL_ROWS
+        row = load(p.states, s.source + at)
+        if s.start == s.stop:
+            store(p.states, s.target + at, row)
+        for position in range(s.start, s.end):
+            slot, key = position % RING_SLOTS, first_key + position % n_slots * n_keys + k
+            delta = load(p.deltas, deltas + slot * width + column)
+            row = update_rows(row, splat(load_item(p.keys, key)), splat(load_item(p.decays, decays + slot)), delta)
+            if position + 1 == s.stop:
+                store(p.states, s.target + at, row)
+            if position >= run.pos:
+                to, query = sums + (position - run.pos) * width + column, (position - run.pos) * p.x.shape[1] + queries + k
+                store(p.scratch, to, fma(row, splat(load_item(p.x, query)), load(p.scratch, to)))
+
+
+@inlined
+def advance_base(run, thread, p, head):
+    """Advance a head's base if the pass would overwrite updates in the ring that it needs; at position 0, zero base and tip.
+
+    Returns:
+        The new length of the base, and the length and the flat index of the state that the tip continues from: the tip itself,
+        or the base if the sequence was truncated to before the tip or if the pass overwrites updates that the tip needs.
+    """
+    n_panels, panel_items = p.deltas.shape[2] // PANEL_ROWS, p.states.shape[2] * PANEL_ROWS
+    base, tip, end = p.lengths[head, BASE], p.lengths[head, TIP], run.pos + run.n_tokens
+    base_at = head * n_panels * panel_items
+    tip_at = base_at + p.states.shape[1] * panel_items
+    if run.pos == 0:
+        base = tip = 0
+        for i in range(0, n_panels * panel_items, LANES):
+            store(p.states, base_at + i, splat(0.0))
+            store(p.states, tip_at + i, splat(0.0))
+    elif end - base > RING_SLOTS:
+        to = end - MAX_BATCH_TOKENS
+        # The tip unless it is ahead; within a prompt it is the state after `to` tokens, so no token is run again
+        start, source = (tip, tip_at) if base <= tip <= to else (base, base_at)
+        for panel in range(n_panels):
+            at = panel * panel_items
+            scan(run, thread, p, Scan(head, panel, source + at, base_at + at, start, to, to))
+        base = to
+    start, source = (tip, tip_at) if base <= tip <= run.pos else (base, base_at)
+    return base, start, source
+
+
+# The gated delta rule. Shapes: T tokens of this pass, N slots of a ring, H value heads, K rows of a key, C rows of a value, R
+# panel rows.
+
+
+@jitable
+def sigmoid_scalar(x):
+    """Return the sigmoid 1 / (1 + e^-x) of a float32 scalar."""
+    return extract_lane(sigmoid(splat(x)), 0)
 
 
 class DeltaNetArgs(NamedTuple):
@@ -179,59 +323,6 @@ def normalize_rows(scratch, thread, t, to, x, column, n, scale):
         store(scratch, at + k, mul(load(x, start + k), splat(factor)))
     for k in range(whole, n):
         scratch[thread, t, to + k] = x[t, column + k] * factor
-
-
-@inlined
-def load_rows(states, at):
-    """Return LANES columns of four consecutive rows of a state panel, from flat index `at` on, as four vectors."""
-    return (
-        load(states, at),
-        load(states, at + PANEL_ROWS),
-        load(states, at + 2 * PANEL_ROWS),
-        load(states, at + 3 * PANEL_ROWS),
-    )
-
-
-@inlined
-def store_rows(states, at, rows):
-    """Store four vectors as `load_rows` loads them."""
-    for i in range(4):
-        store(states, at + i * PANEL_ROWS, rows[i])
-
-
-@inlined
-def load_items(x, at):
-    """Return four numbers of x, from flat index `at` on."""
-    return load_item(x, at), load_item(x, at + 1), load_item(x, at + 2), load_item(x, at + 3)
-
-
-@inlined
-def update_rows(rows, keys, decay, delta):
-    """Return rows of a state after a token, decay * rows + keys * delta, given the number of the key for each row."""
-    return fma(keys, delta, mul(rows, decay))
-
-
-@jitable
-def replay(states, to, start, p, head, panel, first, last):
-    """Apply the updates of positions first to last - 1 in the ring to a delta net's state panel, and write the new panel.
-
-    The panel (K, R) lies in `states` at flat index `start`; the new one is written to flat index `to`, which may be the same.
-    Four rows are updated at a time.
-    """
-    n_keys, width, begin, n = p.keys.shape[2], p.deltas.shape[2], first % RING_SLOTS, last - first
-    n_until_wrap = min(n, RING_SLOTS - begin)  # positions before the ring's end
-    row, first_slot = head * RING_SLOTS * width + panel * PANEL_ROWS, head * RING_SLOTS
-    for k in range(0, n_keys, 4):
-        at = k * PANEL_ROWS
-        left, right = load_rows(states, start + at), load_rows(states, start + at + LANES)
-        for i in range(n):
-            slot = begin + i if i < n_until_wrap else i - n_until_wrap
-            decay, keys = splat(load_item(p.decays, first_slot + slot)), load_items(p.keys, (first_slot + slot) * n_keys + k)
-            delta = row + slot * width
-            left = update_rows(left, keys, decay, load(p.deltas, delta))
-            right = update_rows(right, keys, decay, load(p.deltas, delta + LANES))
-        store_rows(states, to + at, left)
-        store_rows(states, to + at + LANES, right)
 
 
 class TokenStep(NamedTuple):
@@ -335,34 +426,6 @@ def gated_norm(run, thread, p, head, column):
 
 
 @jitable
-def advance_states(run, p, head):
-    """Update a head's tip to the state of all tokens before the pass, and return the new length of the head's base.
-
-    The base advances, too, if the pass would overwrite updates in the ring that the base needs. At position 0 both are zeroed.
-    """
-    n_panels, panel_items = p.deltas.shape[2] // PANEL_ROWS, p.keys.shape[2] * PANEL_ROWS
-    base, tip, end = p.lengths[head, BASE], p.lengths[head, TIP], run.pos + run.n_tokens
-    moves = run.pos > 0 and end - base > RING_SLOTS
-    for panel in range(n_panels):
-        base_at = (head * n_panels + panel) * panel_items
-        tip_at = base_at + p.states.shape[1] * panel_items
-        if run.pos == 0:
-            for i in range(0, panel_items, LANES):
-                store(p.states, base_at + i, splat(0.0))
-                store(p.states, tip_at + i, splat(0.0))
-        elif tip > run.pos:
-            replay(p.states, tip_at, base_at, p, head, panel, base, run.pos)
-        elif tip < run.pos:
-            replay(p.states, tip_at, tip_at, p, head, panel, tip, run.pos)
-        if moves:  # before this pass overwrites the ring
-            to = end - MAX_BATCH_TOKENS
-            # The tip is the state after run.pos tokens; within a prompt it is copied
-            start, first = (tip_at, to) if to == run.pos else (base_at, base)
-            replay(p.states, base_at, start, p, head, panel, first, to)
-    return 0 if run.pos == 0 else end - MAX_BATCH_TOKENS if moves else base
-
-
-@jitable
 def prepare_inputs(run, thread, p, head, decay_column):
     """Compute the queries, keys and decays that `step` reads, for one head and all tokens of the pass.
 
@@ -395,10 +458,13 @@ def delta_net(run: ForwardContext, thread: int, p: DeltaNetArgs) -> None:
     n_accepted, draft_at = run.pos + run.n_tokens - max(run.n_logits - 1, 0), thread * panel_items
     first, last = get_chunk_range(n_heads, run.chunk, run.n_chunks)
     for head in range(first, last):
-        base = advance_states(run, p, head)
+        base, start, source = advance_base(run, thread, p, head)
         prepare_inputs(run, thread, p, head, betas + padded)
         for panel in range(n_panels):
             tip_at = (p.states.shape[1] + head * n_panels + panel) * panel_items
+            panel_at = source + panel * panel_items
+            if start < run.pos or panel_at != tip_at:
+                scan(run, thread, p, Scan(head, panel, panel_at, tip_at, start, run.pos, run.pos))
             for t in range(run.n_tokens):
                 slot, beta = head * RING_SLOTS + (run.pos + t) % RING_SLOTS, sigmoid_scalar(p.x[t, betas + head])
                 token = TokenStep(thread, t, head, slot, beta)
@@ -424,7 +490,7 @@ class Mamba2Args(NamedTuple):
         x: (T, columns): x, B and C after the convolution, then in panels of their own gates z and time steps dt.
         states: (2, H ceil(P / R), N, R): panels of the base's state and of the tip's state.
         lengths: (H, 2): number of tokens in each head's base and tip.
-        keys: Ring (KEY_RING_SLOTS, G N) of B, which `store_columns` fills.
+        keys: Ring (1, KEY_RING_SLOTS, G N) of B, which `store_columns` fills.
         deltas, decays: Rings (H, RING_SLOTS, P padded) of dt x and (H, RING_SLOTS).
         scratch: (threads, T, P padded): outputs of a head.
         rates: Decay rates (H padded), then biases of dt, then factors of x in the output.
@@ -436,7 +502,7 @@ class Mamba2Args(NamedTuple):
     x: Floats2
     states: Floats4
     lengths: Ints2
-    keys: Floats2
+    keys: Floats3
     deltas: Floats3
     decays: Floats2
     scratch: Floats3
@@ -453,86 +519,6 @@ def store_columns(run: ForwardContext, thread: int, x: Floats2, unit: int, base:
         slot = (run.pos + t) % ring.shape[0]
         for k in range(first, last):
             ring[slot, k] = x[t, base + k]
-
-
-class Scan(NamedTuple):
-    """A range of tokens over which `scan` advances one state panel (N, R) of a head.
-
-    The panel at flat index `source` is the state after `start` tokens. The state after `stop` tokens is stored at flat index
-    `target`; the tokens up to `end` are run, but the states after them are not stored.
-    """
-
-    head: int
-    panel: int
-    source: int
-    target: int
-    start: int
-    stop: int
-    end: int
-
-
-@inlined
-def add_product(sums, at, rows, query):
-    """Add the product of four rows of a state and four numbers of a query to LANES sums."""
-    total = fma(rows[3], query[3], fma(rows[2], query[2], fma(rows[1], query[1], mul(rows[0], query[0]))))
-    store(sums, at, add(load(sums, at), total))
-
-
-@jitable  # its helpers are inlined: a call copies a whole record of arrays
-def scan(run, thread, p, s):
-    """Advance the state panel S that the `Scan` s names, S = g S + B d' per token, and add S' C to scratch for the pass's tokens.
-
-    Four rows stay in registers while the tokens run, so a pass of any length reads the state once: whole rows if there are 32
-    registers, else half of them at a time. With AVX2 a prompt of 512 in 28 layers of Granite 4 H 350M took 353 ms in whole rows,
-    and 200 with half rows and a base that is copied from the tip. A token's sum adds the sums of four rows each, in the order of
-    the rows.
-    """
-    n_rows, width, n_keys, n_slots = p.states.shape[2], p.deltas.shape[2], p.keys.shape[1], p.keys.shape[0]
-    group = s.head // (p.lengths.shape[0] // (n_keys // n_rows)) * n_rows
-    queries = p.lengths.shape[0] * p.head_dim + n_keys + group
-    deltas, decays = s.head * RING_SLOTS * width + s.panel * PANEL_ROWS, s.head * RING_SLOTS
-    sums = thread * p.scratch.shape[1] * width + s.panel * PANEL_ROWS
-    fours = n_rows // 4 * 4
-    for part in range(n_rows // 4 * (PANEL_ROWS // SCAN_COLUMNS)):
-        k, column = part // (PANEL_ROWS // SCAN_COLUMNS) * 4, part % (PANEL_ROWS // SCAN_COLUMNS) * SCAN_COLUMNS
-        first = k * PANEL_ROWS + column
-        left, right = load_rows(p.states, s.source + first), load_rows(p.states, s.source + first + LAST_COLUMNS)
-        slot, key_slot = s.start % RING_SLOTS, s.start % n_slots
-        if s.start == s.stop:
-            store_rows(p.states, s.target + first, left)
-            store_rows(p.states, s.target + first + LAST_COLUMNS, right)
-        for position in range(s.start, s.end):
-            decay, keys = splat(load_item(p.decays, decays + slot)), load_items(p.keys, key_slot * n_keys + group + k)
-            delta = deltas + slot * width + column
-            left = update_rows(left, keys, decay, load(p.deltas, delta))
-            if LAST_COLUMNS > 0:
-                right = update_rows(right, keys, decay, load(p.deltas, delta + LAST_COLUMNS))
-            if position + 1 == s.stop:
-                store_rows(p.states, s.target + first, left)
-                if LAST_COLUMNS > 0:
-                    store_rows(p.states, s.target + first + LAST_COLUMNS, right)
-            if position >= run.pos:
-                t = position - run.pos
-                to, query = sums + t * width + column, load_items(p.x, t * p.x.shape[1] + queries + k)
-                add_product(p.scratch, to, left, query)
-                if LAST_COLUMNS > 0:
-                    add_product(p.scratch, to + LAST_COLUMNS, right, query)
-            slot, key_slot = slot + 1, key_slot + 1
-            slot, key_slot = 0 if slot == RING_SLOTS else slot, 0 if key_slot == n_slots else key_slot
-    for at in range(fours * PANEL_ROWS, n_rows * PANEL_ROWS, LANES):
-        k, column = at // PANEL_ROWS, at % PANEL_ROWS
-        row = load(p.states, s.source + at)
-        if s.start == s.stop:
-            store(p.states, s.target + at, row)
-        for position in range(s.start, s.end):
-            slot, key = position % RING_SLOTS, position % n_slots * n_keys + group + k
-            delta = load(p.deltas, deltas + slot * width + column)
-            row = update_rows(row, splat(load_item(p.keys, key)), splat(load_item(p.decays, decays + slot)), delta)
-            if position + 1 == s.stop:
-                store(p.states, s.target + at, row)
-            if position >= run.pos:
-                to, query = sums + (position - run.pos) * width + column, (position - run.pos) * p.x.shape[1] + queries + k
-                store(p.scratch, to, fma(row, splat(load_item(p.x, query)), load(p.scratch, to)))
 
 
 @jitable
@@ -572,30 +558,14 @@ def mamba2(run: ForwardContext, thread: int, p: Mamba2Args) -> None:
     """
     n_heads, width, n_rows = p.lengths.shape[0], p.deltas.shape[2], p.states.shape[2]
     n_panels, panel_items, end = width // PANEL_ROWS, n_rows * PANEL_ROWS, run.pos + run.n_tokens
-    gates = round_up(n_heads * p.head_dim + 2 * p.keys.shape[1], PANEL_ROWS)
+    gates = round_up(n_heads * p.head_dim + 2 * p.keys.shape[2], PANEL_ROWS)
     n_accepted = end - max(run.n_logits - 1, 0)
     first, last = get_chunk_range(n_heads, run.chunk, run.n_chunks)
     for head in range(first, last):
-        base, tip = p.lengths[head, BASE], p.lengths[head, TIP]
-        base_at = head * n_panels * panel_items
-        tip_at = base_at + p.states.shape[1] * panel_items
-        if run.pos == 0:
-            base = tip = 0
-            for i in range(0, n_panels * panel_items, LANES):
-                store(p.states, base_at + i, splat(0.0))
-                store(p.states, tip_at + i, splat(0.0))
-        elif end - base > RING_SLOTS:
-            to = end - MAX_BATCH_TOKENS
-            # The tip unless it is ahead; within a prompt it is the state after `to` tokens, so no token is run again
-            start, source = (tip, tip_at) if base <= tip <= to else (base, base_at)
-            for panel in range(n_panels):
-                at = panel * panel_items
-                scan(run, thread, p, Scan(head, panel, source + at, base_at + at, start, to, to))
-            base = end - MAX_BATCH_TOKENS
-        start, source = (tip, tip_at) if base <= tip <= run.pos else (base, base_at)
+        base, start, source = advance_base(run, thread, p, head)
         prepare_scan(run, thread, p, head, gates + round_up(n_heads * p.head_dim, PANEL_ROWS))
         for panel in range(n_panels):
-            at = panel * panel_items
-            scan(run, thread, p, Scan(head, panel, source + at, tip_at + at, start, n_accepted, end))
+            tip_at = (p.states.shape[1] + head * n_panels + panel) * panel_items
+            scan(run, thread, p, Scan(head, panel, source + panel * panel_items, tip_at, start, n_accepted, end))
         gate_outputs(run, thread, p, head, gates)
         p.lengths[head, BASE], p.lengths[head, TIP] = base, n_accepted
