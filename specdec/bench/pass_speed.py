@@ -22,7 +22,7 @@ from specdec.quant.int8 import BYTES_PER_WORD
 from specdec.quant.matmul import add_product, choose_tile_shape
 from specdec.runtime.memory import all_finite, get_physical_memory_bytes, zeros
 from specdec.runtime.peak_arithmetic import N_STEPS, make_chains_kernel, make_peak_run
-from specdec.runtime.simd import CPU_FEATURES, FP32_STORAGE, INT32_STORAGE, MAX_TILE_TOKENS, PANEL_ROWS, REGISTER_LANES, Float32
+from specdec.runtime.simd import CPU_FEATURES, FP32_STORAGE, INT32_STORAGE, MAX_TILE_TOKENS, PANEL_ROWS, Float32
 
 MODEL_SHAPES = {  # the public stories models: dim, hidden_dim, layers, heads, kv heads, vocabulary, seq_len
     "15M": (288, 768, 6, 6, 6, 32000, 256),
@@ -156,11 +156,11 @@ def make_arithmetic_task(is_int8: bool, n_threads: int) -> tuple[Task, float]:
     """Return a task that runs the weight format's multiply-add on registers alone, and the task's number of operations."""
     dot = DOT4_BY_NAME[choose_dot4(CPU_FEATURES)]
     if is_int8:
-        rows, n_tokens = dot.choose_tile_shape(PANEL_ROWS, dot.max_tokens)
-        kernel = make_chains_kernel(dot.prepare, dot.dot4, INT32_STORAGE, rows, dot.lanes, n_tokens)
+        rows, n_tokens, lanes = dot.choose_tile_shape(PANEL_ROWS, dot.max_tokens)
+        kernel = make_chains_kernel(dot.prepare, dot.dot4, INT32_STORAGE, rows, lanes, n_tokens)
     else:
-        rows, n_tokens = choose_tile_shape(PANEL_ROWS, MAX_TILE_TOKENS)
-        kernel = make_chains_kernel(keep_words, add_product, FP32_STORAGE, rows, REGISTER_LANES, n_tokens)
+        rows, n_tokens, lanes = choose_tile_shape(PANEL_ROWS, MAX_TILE_TOKENS)
+        kernel = make_chains_kernel(keep_words, add_product, FP32_STORAGE, rows, lanes, n_tokens)
     products = BYTES_PER_WORD if is_int8 else 1
     return make_peak_run(kernel, rows, n_tokens, n_threads), 2 * products * rows * n_tokens * N_STEPS * n_threads
 

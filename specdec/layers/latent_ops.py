@@ -235,7 +235,7 @@ def choose_dot_shape(rows: int, n_queries: int) -> TileShape:
 
 def make_dot_tile(shape: TileShape) -> Callable[..., None]:
     """Return a tile of dot products between queries and rows that lie in panels of columns, such as the cached positions."""
-    n_rows, max_queries = shape
+    n_rows, max_queries, _ = shape
     get_rows, get_floats = make_pointer_getter(None, n_rows * LANES, LANES), make_pointer_getter(FP32_STORAGE, LANES, LANES)
     split_queries = make_row_splitter(max_queries)
 

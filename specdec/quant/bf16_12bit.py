@@ -181,7 +181,7 @@ def make_column_reader(rows: int, look_up: CompiledFunction) -> CompiledFunction
 
 def make_packed_tile(look_up: CompiledFunction, shape: TileShape) -> Callable[..., None]:
     """Return the tile of a shape over weights of 12 bits; for look_up see `make_column_reader`."""
-    rows, max_tokens = shape
+    rows, max_tokens, _ = shape
     n_row_blocks = PANEL_ROWS // rows
     get_out, split_tokens = tile_simd.make_pointer_getter(simd.FP32_STORAGE, rows), tile_simd.make_row_splitter(max_tokens)
     read_columns = make_column_reader(rows, look_up)

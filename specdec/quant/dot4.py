@@ -71,9 +71,9 @@ class Dot4(NamedTuple):
     def choose_tile_shape(self, rows: int, n_tokens: int) -> TileShape:
         """Return the shape of a tile over panels of `rows` rows for n_tokens tokens."""
         if self.name == "avx2":
-            return TileShape(rows if n_tokens <= AVX2_MAX_FULL_PANEL_TOKENS else 8, n_tokens)
+            return TileShape(rows if n_tokens <= AVX2_MAX_FULL_PANEL_TOKENS else 8, n_tokens, self.lanes)
         if self.name == "neon":
-            return TileShape(rows // n_tokens // 4 * 4, n_tokens)
+            return TileShape(rows // n_tokens // 4 * 4, n_tokens, self.lanes)
         return choose_tile_shape(rows, n_tokens, self.lanes, is_weight_stationary=True)
 
 

@@ -57,10 +57,10 @@ GROUP_HEADER_WORDS = 3  # words before a group's activation codes: its scale, it
 
 def make_int8_tile(dot: Dot4, shape: TileShape) -> Callable[..., None]:
     """Return the tile of a shape over groups of int8 weights, with byte products by `dot`."""
-    rows, max_tokens = shape
+    rows, max_tokens, lanes = shape
     n_blocks = PANEL_ROWS // rows  # row blocks of the panel, one after another
-    get_words = tile_simd.make_pointer_getter(INT32_STORAGE, rows, dot.lanes)
-    get_floats = tile_simd.make_pointer_getter(FP32_STORAGE, rows, dot.lanes)
+    get_words = tile_simd.make_pointer_getter(INT32_STORAGE, rows, lanes)
+    get_floats = tile_simd.make_pointer_getter(FP32_STORAGE, rows, lanes)
     split_tokens = tile_simd.make_row_splitter(max_tokens)
     prepare, dot4 = dot.prepare, dot.dot4
 

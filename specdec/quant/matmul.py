@@ -46,10 +46,11 @@ def multiply_reference(out, w, x):
 
 
 class TileShape(NamedTuple):
-    """The block of sums that a tile keeps in registers: for each of n_tokens tokens, a vector of `rows` rows."""
+    """The block of sums that a tile keeps in registers of `lanes` lanes: for each of n_tokens tokens, a vector of `rows` rows."""
 
     rows: int
     n_tokens: int
+    lanes: int = REGISTER_LANES
 
 
 def choose_tile_shape(rows: int, n_tokens: int, lanes: int = REGISTER_LANES, is_weight_stationary: bool = False) -> TileShape:
@@ -69,7 +70,7 @@ def choose_tile_shape(rows: int, n_tokens: int, lanes: int = REGISTER_LANES, is_
     n = rows // lanes
     while n > 1 and n * n_tokens + (n if is_weight_stationary else min(n, n_tokens)) + 1 > N_REGISTERS:
         n //= 2
-    return TileShape(n * lanes, n_tokens)
+    return TileShape(n * lanes, n_tokens, lanes)
 
 
 class Rows(NamedTuple):
@@ -141,7 +142,7 @@ def make_float_tile(storage: simd.StorageDtype | None, shape: TileShape) -> Call
         storage: How the weights are stored; None: as the pointer's type says.
         shape: Its rows and its maximum number of tokens.
     """
-    rows, max_tokens = shape
+    rows, max_tokens, _ = shape
     n_blocks = PANEL_ROWS // rows  # row blocks of the panel, one after another
     get_weights, get_out = tile_simd.make_pointer_getter(storage, rows), tile_simd.make_pointer_getter(simd.FP32_STORAGE, rows)
     split_tokens = tile_simd.make_row_splitter(max_tokens)
@@ -228,9 +229,10 @@ class Tile:
         return max(fits, default=0)
 
     def get_shapes(self) -> list[TileShape]:
-        """Return the shape for each number of tokens, with the maximum number of tokens of its rows."""
-        rows = [self.choose_shape(PANEL_ROWS, t).rows for t in range(1, self.max_tokens + 1)]
-        return [TileShape(n, max(t + 1 for t, other in enumerate(rows) if other == n)) for n in rows]
+        """Return the shape for each number of tokens, with the maximum number of tokens of its rows and lanes."""
+        shapes = [self.choose_shape(PANEL_ROWS, t) for t in range(1, self.max_tokens + 1)]
+        max_tokens = {(shape.rows, shape.lanes): shape.n_tokens for shape in shapes}  # the last of each
+        return [shape._replace(n_tokens=max_tokens[shape.rows, shape.lanes]) for shape in shapes]
 
     @functools.cached_property
     def dispatcher(self) -> CompiledFunction:
