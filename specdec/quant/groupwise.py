@@ -60,7 +60,7 @@ PANEL_BYTE_WORDS = PANEL_ROWS // 4  # words of one byte per row
 EACH_BYTE = 0x01010101  # 1 in every byte of a word
 FP32_FRACTION_BITS = 23
 # With AVX-512, tiles of few tokens read memory faster in registers of 8 lanes than of 16: Qwen2.5 1.5B Q4_K_M takes 0.89 to 0.97
-# of the time for one token and 0.94 to 0.98 for two (Zen 4). Four tokens would take 1.05, and one from a cache takes 1.04 to 1.14.
+# of the time for one token and 0.94 to 0.98 for two (Zen 4). Four tokens would take 1.05, one from a cache takes 1.04 to 1.14.
 HALF_REGISTER_LANES, MAX_HALF_REGISTER_TOKENS = 8, 2
 SCALE_FRACTION_BITS = 3  # of a scale of one byte in a block of several groups
 ROW_SCALE_FACTOR = np.float32(2.0**116)  # of row scales: exponents 1 to 31 of a scale of one byte are 2^-10 to 2^20

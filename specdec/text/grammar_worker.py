@@ -2,11 +2,12 @@
 
 A schema comes from any user of the server. Building it can take minutes and all memory, and Python cannot stop it. So it is
 tried in a process first, with limits on memory and CPU seconds, which a busy machine does not shorten. On systems without a CPU
-limit, and for a process that sleeps, the limit is WALL_CLOCK_FACTOR times as many seconds of wall-clock time.
+limit, the limit is WALL_CLOCK_FACTOR times as many seconds of wall-clock time. Elsewhere a process that takes so long got no CPU.
 
 The caller imports `make_matcher` and `try_grammar`; run as a program, the module is the worker process. Imports are lazy.
 """
 
+import importlib.util
 import json
 import math
 import signal
@@ -17,6 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 WALL_CLOCK_FACTOR = 8
+HAS_CPU_LIMIT = importlib.util.find_spec("resource") is not None
 SIGKILL_EXIT_CODE = -getattr(signal, "SIGKILL", 0) or None
 SIGXCPU_EXIT_CODE = -getattr(signal, "SIGXCPU", 0) or None  # exit code after the CPU limit
 MAX_MEMORY_BYTES = 2 << 30
@@ -25,7 +27,7 @@ PARSER_LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}  # a lexer
 
 
 class WorkerLostError(ValueError):
-    """An error for a worker process that could not be started or was killed by the system, without a fault in the grammar."""
+    """An error for a worker process that could not be started or run, without a fault in the grammar."""
 
 
 def try_grammar(grammar: str, vocab_size: int, max_seconds: float) -> tuple[float, str]:
@@ -37,13 +39,15 @@ def try_grammar(grammar: str, vocab_size: int, max_seconds: float) -> tuple[floa
         max_seconds: The limit in CPU seconds.
 
     Raises:
-        WorkerLostError: The process could not be started, or the system killed it.
+        WorkerLostError: The process could not be started, the system killed it, or it got too little CPU time.
     """
     request = json.dumps({"path": sys.path, "grammar": grammar, "n": vocab_size, "seconds": max_seconds}).encode()
     command, timeout = [sys.executable, "-S", "-E", __file__], WALL_CLOCK_FACTOR * max_seconds
     try:  # in its own session, so that Ctrl-C does not reach it
         process = subprocess.run(command, input=request, capture_output=True, timeout=timeout, start_new_session=True)
     except subprocess.TimeoutExpired:
+        if HAS_CPU_LIMIT:
+            raise WorkerLostError("the machine is too busy to build it; try again later") from None
         return max_seconds, TOO_SLOW
     except OSError as error:
         raise WorkerLostError(f"cannot start a worker process: {error.strerror or error}") from None

@@ -390,7 +390,7 @@ class Grammar(NamedTuple):
 
         Raises:
             ValueError: The grammar cannot be used. One line.
-            WorkerLostError: No worker process could be started, or the system killed it.
+            WorkerLostError: No worker process could be started, or the system stopped it.
         """
         if missing := optional_dependencies.format_missing_packages(REQUIRED_PACKAGES):
             raise ValueError(missing)

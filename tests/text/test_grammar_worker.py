@@ -1,4 +1,4 @@
-"""Tests of grammar_worker.py: processes that are killed, crash, or cannot be started."""
+"""Tests of grammar_worker.py: processes that are killed, crash, get no CPU time, or cannot be started."""
 
 import signal
 import subprocess
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from specdec.text import grammar_worker
 from specdec.text.grammar_worker import WorkerLostError, try_grammar
 
 GRAMMAR = '{"grammars": [{"json_schema": {"type": "object"}}]}'
@@ -40,6 +41,22 @@ def test_a_process_killed_at_work_raises_worker_lost(monkeypatch: pytest.MonkeyP
 def test_a_process_that_crashes_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     end_process_by(monkeypatch, signal.SIGABRT)
     assert try_grammar(GRAMMAR, 300, 10.0) == (10.0, "it needs too much memory")
+
+
+@pytest.mark.parametrize("has_cpu_limit", [True, False])
+def test_only_without_a_cpu_limit_a_timeout_is_a_fault_of_the_grammar(
+    monkeypatch: pytest.MonkeyPatch, has_cpu_limit: bool
+) -> None:
+    def time_out(command: list[str], timeout: float, **_: Any) -> Any:
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr("subprocess.run", time_out)
+    monkeypatch.setattr(grammar_worker, "HAS_CPU_LIMIT", has_cpu_limit)
+    if not has_cpu_limit:
+        assert try_grammar(GRAMMAR, 300, 10.0) == (10.0, "it takes too long to build")
+        return
+    with pytest.raises(WorkerLostError, match="the machine is too busy"):
+        try_grammar(GRAMMAR, 300, 10.0)
 
 
 def test_a_failure_to_start_a_process_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
