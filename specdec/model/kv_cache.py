@@ -44,6 +44,7 @@ class KVCache:
         hidden_layers: Layers before which the hidden states are kept.
         trimmed_classifier: Computes a draft's logits of candidate tokens only, if there is one.
         executor: Runs the forward program over the cache's buffers.
+        has_long_rope: Whether the sequence uses long RoPE factors, from its first token on.
 
     Raises:
         ValueError: If one of the hidden_layers does not exist or is given twice.
@@ -57,7 +58,7 @@ class KVCache:
         self.model, self.hidden_layers = model, _check_hidden_layers(model, hidden_layers)
         self._tokens: list[int] = []  # of the sequence, with keys and values in the cache
         self._tree_nodes: list[TreeNode] = []  # of the tree in the slots behind them
-        self._has_long_rope = False  # whether the cached keys are rotated with the long factors
+        self.has_long_rope = False
         self._min_rewind = 0  # shortest length, except 0, that the cache can be truncated to without a snapshot
         self._snapshots = Snapshots()
         self._capacity = 0
@@ -76,11 +77,6 @@ class KVCache:
     def full_kv_start(self) -> int:
         """First position for which every layer still holds keys and values; layers with a window release older ones."""
         return 0 if self.model.has_recurrent_state else self._min_rewind
-
-    @property
-    def has_long_rope(self) -> bool:
-        """Whether the sequence uses long RoPE factors, from its first token on."""
-        return self._has_long_rope
 
     def forward(self, tokens: Sequence[int], n_logits: int = 1, n_total: int = 0) -> Float32:
         """Run the tokens of a sequence that the cache does not hold, and the last n_logits; return the logits at the latter.
@@ -207,7 +203,7 @@ class KVCache:
             n = max(len(tokens) - 1, 0) - other.count_prefill_tokens(tokens)
             cached = other._tokens[:n]
             self.reserve(n)
-            self.switch_rope(other._has_long_rope)
+            self.switch_rope(other.has_long_rope)
             self._rewind(0)
             self._buffers.copy_sequence(other._buffers, round_up(n, PANEL_ROWS))
             self._tokens, self._min_rewind = cached, other._min_rewind
@@ -262,7 +258,7 @@ class KVCache:
     def count_prefill_tokens(self, tokens: list[int]) -> int:
         """Return the number of tokens that a prefill would run: all but the last, without those that the cache holds."""
         limit = max(len(tokens) - 1, 0)
-        is_reusable = self._has_long_rope == self.model.config.has_long_rope(len(tokens))
+        is_reusable = self.has_long_rope == self.model.config.has_long_rope(len(tokens))
         return limit - self.count_reusable_tokens(tokens, limit) * is_reusable
 
     def count_tokens_to_snapshot(self, tokens: list[int]) -> int:
@@ -282,7 +278,7 @@ class KVCache:
         """
         tokens, n_logits = self.check_input(tokens, n_logits)
         with self.model.lock:
-            is_reusable = self._has_long_rope == self._find_long_rope_rows(tokens, [], n_logits).any()
+            is_reusable = self.has_long_rope == self._find_long_rope_rows(tokens, [], n_logits).any()
             return len(tokens) - self.count_reusable_tokens(tokens, len(tokens) - n_logits) * bool(is_reusable)
 
     def count_reusable_tokens(self, tokens: list[int], limit: int) -> int:
@@ -383,9 +379,9 @@ class KVCache:
 
     def switch_rope(self, is_long: bool) -> None:
         """Select the long or short RoPE factors; clear the cache if the selection changes."""
-        if is_long != self._has_long_rope:
+        if is_long != self.has_long_rope:
             self._rewind(0)
-            self._has_long_rope, self.executor = is_long, self._executors[is_long]
+            self.has_long_rope, self.executor = is_long, self._executors[is_long]
 
     def _run(self, tokens: list[int], nodes: list[TreeNode], n_logits: int, n_total: int = 0) -> Float32:
         """Run the tokens and tree nodes that the cache does not hold, and the last n_logits of both; return the logits."""
@@ -499,7 +495,7 @@ class KVCache:
         buffers, executors = self.model.make_buffers(capacity, self.hidden_layers, self._buffers if self._capacity else None)
         # One assignment: an interrupt between several would leave a program over buffers that are gone.
         self._executors, self.executor, self._buffers, self._capacity = (
-            executors, executors[self._has_long_rope], buffers, capacity,
+            executors, executors[self.has_long_rope], buffers, capacity,
         )  # fmt: skip
 
 

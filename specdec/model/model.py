@@ -67,6 +67,7 @@ class Model:
         n_positions: Maximum length of a sequence in tokens.
         max_threads: Largest value of `n_threads`.
         lock: Lock to hold while reading logits that no other pass may overwrite.
+        n_passes: Number of passes so far, so that a reader of logits can detect a pass that a signal handler ran meanwhile.
 
     Raises:
         ValueError: If weights do not have the config's shapes, the machine does not have n_threads, n_positions is below 1 or
@@ -107,7 +108,7 @@ class Model:
         self._shared_buffers = SharedBuffers()
         self._experts_read: Int64 | None = None  # number of experts that the last pass has read in each layer
         self._is_running = False
-        self._n_passes = 0
+        self.n_passes = 0
 
     def __repr__(self) -> str:
         """Return the architecture, the sizes and the weight formats as text."""
@@ -151,11 +152,6 @@ class Model:
     @n_threads.setter
     def n_threads(self, n: int) -> None:
         self._n_threads = check_int("n_threads", n, 1, self.max_threads)
-
-    @property
-    def n_passes(self) -> int:
-        """Number of passes so far, so that a reader of logits can detect a pass that a signal handler ran meanwhile."""
-        return self._n_passes
 
     @property
     def experts_read(self) -> tuple[float, int]:
@@ -274,7 +270,7 @@ class Model:
 
     def count_pass(self) -> None:
         """Increase `n_passes` at the start of a pass."""
-        self._n_passes += 1
+        self.n_passes += 1
 
     def make_buffers(self, n_slots: int, hidden_layers: tuple[int, ...], old: Buffers | None) -> tuple[Buffers, list[Executor]]:
         """Return buffers for a sequence of n_slots tokens, with the contents of `old`, and the executors over them.

@@ -13,11 +13,10 @@ import re
 import time
 import zlib
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from importlib import import_module
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 UNNAMED_FILE = getattr(os, "O_TMPFILE", 0)  # Linux
@@ -67,7 +66,7 @@ def compute_checksum(parts: Iterable[bytes | memoryview]) -> bytes:
     return digest.digest()[:CHECKSUM_BYTES]
 
 
-class NewFile:
+class NewFile(AbstractContextManager["NewFile"]):
     """A file that is being written: it gets its name by `publish`, and leaves nothing when the context ends without that.
 
     Before, it has a temporary name, and `DiskStore.list_entries` deletes it later if its process is killed. On Linux a large file
@@ -119,13 +118,7 @@ class NewFile:
             with suppress(OSError):
                 self._temporary.unlink()
 
-    def __enter__(self) -> "NewFile":
-        """Return the file."""
-        return self
-
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close the file, and delete it if it is not published."""
         self.close()
 
