@@ -8,6 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from specdec.bench.peak_arithmetic import make_chains_kernel
 from specdec.kernels import add_norm, head_norm, layer_norm
 from specdec.layers.activations import add_parallel_branches, geglu, gelu, softcap, swiglu, xielu
 from specdec.quant import FP32
@@ -17,7 +18,6 @@ from specdec.quant.matmul import add_product
 from specdec.quant.packed_matrix import pack_matrix
 from specdec.runtime.memory import LazyMemory, zeros
 from specdec.runtime.op_program import Executor, Op
-from specdec.runtime.peak_arithmetic import make_chains_kernel
 from specdec.runtime.simd import FP32_STORAGE, INT32_STORAGE, REGISTER_LANES, round_up
 from specdec.sampling import mix_bits
 from tests.tools import reference

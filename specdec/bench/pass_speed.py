@@ -12,6 +12,7 @@ import numpy as np
 from rich.table import Table
 
 from specdec.bench.measure import make_table, take_turns, time_task
+from specdec.bench.peak_arithmetic import N_STEPS, make_chains_kernel, make_peak_run
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.model.llama import LLAMA
 from specdec.model.model import Model
@@ -21,7 +22,6 @@ from specdec.quant.dot4 import DOT4_BY_NAME, choose_dot4, keep_words
 from specdec.quant.int8 import BYTES_PER_WORD
 from specdec.quant.matmul import add_product, choose_tile_shape
 from specdec.runtime.memory import all_finite, get_physical_memory_bytes, zeros
-from specdec.runtime.peak_arithmetic import N_STEPS, make_chains_kernel, make_peak_run
 from specdec.runtime.simd import CPU_FEATURES, FP32_STORAGE, INT32_STORAGE, MAX_TILE_TOKENS, PANEL_ROWS, Float32
 
 MODEL_SHAPES = {  # the public stories models: dim, hidden_dim, layers, heads, kv heads, vocabulary, seq_len

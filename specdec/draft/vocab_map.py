@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from specdec.argument_checks import shorten
+from specdec.heads.vocab_mapper import VocabMapper
 from specdec.layers.rope import TreeNode
 from specdec.model.kv_cache import KVCache
 from specdec.model.model import Model
-from specdec.model.vocab_mapper import VocabMapper
 from specdec.runtime.simd import Float32
 
 UNKNOWN_TOKEN_ROW = 0  # the row for tokens that the draft does not have, as in `argument_checks.replace_unknown_tokens`

@@ -12,12 +12,12 @@ import numpy as np
 from specdec.argument_checks import count_common_prefix
 from specdec.heads.eagle3 import HeadArchitecture, HeadBuffers, get_feature_shape, get_head_config
 from specdec.heads.mtp import TARGET_NORM
+from specdec.heads.vocab_mapper import VocabMapper
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.layers.weights import Weights
 from specdec.model import get_architecture
 from specdec.model.kv_cache import KVCache
 from specdec.model.model import KVFormatName, Model
-from specdec.model.vocab_mapper import VocabMapper
 from specdec.model_config import ModelConfig
 from specdec.runtime.op_program import Executor
 from specdec.runtime.simd import Float32, Int64
