@@ -3,24 +3,28 @@
 Importing this package makes the architectures of heads known to `get_architecture`.
 """
 
-from specdec.layers.architecture import Architecture
+from typing import TYPE_CHECKING
+
 from specdec.model import ARCHITECTURES
 from specdec.model_config import ASSISTANT, ModelConfig
 
+if TYPE_CHECKING:
+    from specdec.model.llama import Llama
 
-def _make_eagle3(config: ModelConfig) -> Architecture:
+
+def _make_eagle3(config: ModelConfig) -> "Llama":
     from specdec.heads.eagle3 import EAGLE3
 
     return EAGLE3
 
 
-def _make_mtp(config: ModelConfig) -> Architecture:
+def _make_mtp(config: ModelConfig) -> "Llama":
     from specdec.heads.mtp import MTP
 
     return MTP
 
 
-def _make_assistant(config: ModelConfig) -> Architecture:
+def _make_assistant(config: ModelConfig) -> "Llama":
     from specdec.heads.gemma4_assistant import GEMMA4_ASSISTANT
 
     return GEMMA4_ASSISTANT

@@ -17,7 +17,7 @@ from specdec.quant.packed_matrix import Matrix
 from specdec.runtime.op_program import Op, Program
 from specdec.runtime.simd import Float32
 
-# Lengths of a sequence that the ring buffers of a mixer can continue from: see `Architecture.n_rewindable_states`
+# Lengths of a sequence that the ring buffers of a mixer can continue from: see `Llama.n_rewindable_states`
 N_REWINDABLE_STATES = MAX_BATCH_TOKENS + 1
 BASE, TIP = 0, 1  # indexes of a delta net's states: see `recurrent_ops`
 NO_VECTOR: Float32 = np.zeros(0, np.float32)

@@ -2,23 +2,26 @@
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from specdec.layers.architecture import Architecture
 from specdec.model_config import ModelConfig
 
+if TYPE_CHECKING:
+    from specdec.model.llama import Llama
 
-def _make_llama(config: ModelConfig) -> Architecture:
+
+def _make_llama(config: ModelConfig) -> "Llama":
     from specdec.model.llama import LLAMA, RECURRENT_LLAMA
 
     return RECURRENT_LLAMA if any(layer.mixer for layer in config.layers) else LLAMA
 
 
 # By name; each imports its module when a config names it. The architectures of draft heads are added when `heads` is imported.
-ARCHITECTURES: dict[str, Callable[[ModelConfig], Architecture]] = {"llama": _make_llama}
+ARCHITECTURES: dict[str, "Callable[[ModelConfig], Llama]"] = {"llama": _make_llama}
 
 
-def get_architecture(config: ModelConfig) -> Architecture:
-    """Return the `Architecture` that config.architecture names; raise ValueError if the name is unknown."""
+def get_architecture(config: ModelConfig) -> "Llama":
+    """Return the architecture that config.architecture names; raise ValueError if the name is unknown."""
     if config.architecture not in ARCHITECTURES:
         raise ValueError(f"architecture {config.architecture!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
     return ARCHITECTURES[config.architecture](config)

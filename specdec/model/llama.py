@@ -5,24 +5,30 @@ for each layer. A tensor that only some layers have, or that holds a matrix for 
 name: "2.wq".
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from specdec.kernels import add_positions, head_norm, scale_rows
+from specdec.kernels import MAX_BATCH_TOKENS, add_positions, copy_rows, head_norm, scale_rows
 from specdec.layers.activations import add_logit_bias, softcap
-from specdec.layers.architecture import Architecture
 from specdec.layers.attention import Attention
 from specdec.layers.block import N_REWINDABLE_STATES, Block, norm
-from specdec.layers.buffers import Buffers, RopeTables
+from specdec.layers.buffers import Allocator, Buffers, BufferSizes, LayerBuffers, RopeTables, pad
 from specdec.layers.mlp import MLP
 from specdec.layers.rope import make_query_rope_tables, make_rope_tables
-from specdec.layers.weights import FusedTensors, Plans, Shapes, Weights, fuse_tensors
+from specdec.layers.weights import TOKEN_TABLE, FusedTensors, Plans, Shapes, Tensors, WeightPlan, Weights, fuse_tensors
 from specdec.mixer_config import DeltaNetConfig, Mamba2Config, ShortConvConfig
 from specdec.model_config import TARGET_KV_LAYER, ModelConfig
-from specdec.runtime.op_program import Op, Program
-from specdec.runtime.simd import PANEL_ROWS, Float32
+from specdec.runtime.op_program import Executor, Op, Program
+from specdec.runtime.simd import MAX_TILE_TOKENS, PANEL_ROWS, Float32
 
+if TYPE_CHECKING:
+    from specdec.quant import WeightFormat
+
+NO_PROGRAMS: Mapping[int, Program] = MappingProxyType({})
 # Packed tensors that belong to no layer
 GLOBAL_TENSORS = ("tok_emb", "wcls", "wcls_bias", "pos_emb", "rms_final", "rms_final_bias", "inputs", "inputs_norm_in")
 FUSED_GLOBALS = {
@@ -91,12 +97,23 @@ def make_layer(config: ModelConfig, weights: Weights, b: Buffers, i: int) -> Pro
     return [phase for block in get_blocks(config, i) for phase in block(layer, weights, b, i).ops()]
 
 
-class Llama(Architecture):
-    """The forward pass: x = embedding, then the blocks of each layer, then logits = wcls rmsnorm(x)."""
+class Llama:
+    """The forward pass: x = embedding, then the blocks of each layer, then logits = wcls rmsnorm(x).
 
-    can_run_trees = True
-    releases_windows = True
-    keeps_final_norm = True
+    It holds no config, weights or buffers; its methods get those of a model.
+
+    Attributes:
+        can_run_trees: Whether token trees are supported.
+        releases_windows: Whether keys and values that no token can see any more may be released before a sequence ends.
+        keeps_final_norm: Whether the output of the last norm can be requested as a hidden state.
+        n_rewindable_states: Number of last sequence lengths for which buffers hold the recurrent state. A sequence can be
+            truncated by one token less; beyond that it runs again. The pass at position 0 takes no state. 0: no such state.
+    """
+
+    can_run_trees: ClassVar[bool] = True
+    releases_windows: ClassVar[bool] = True
+    keeps_final_norm: ClassVar[bool] = True
+    n_rewindable_states: ClassVar[int] = 0
 
     def shapes(self, config: ModelConfig) -> Shapes:
         """Return the shapes of all tensors, by llama2.c's names; the classifier `wcls` is left out if it is the embedding."""
@@ -201,6 +218,88 @@ class Llama(Architecture):
     def final_norm(self, config: ModelConfig, weights: Weights, b: Buffers) -> Op:
         """Return the op of normed = rmsnorm(x) for all tokens: the classifier's input before it is divided by logit_divisor."""
         return norm(config, weights, b, "rms_final")
+
+    def program(self, config: ModelConfig, weights: Weights, b: Buffers, before: Mapping[int, Program] = NO_PROGRAMS) -> Program:
+        """Return the forward pass over weights and buffers: embed, then each layer, then classify.
+
+        Args:
+            config: The model's config.
+            weights: The model's weights.
+            b: The model's buffers.
+            before: Program to run in front of the layer of each index; the index n_layers or n_layers + 1 stands for the place
+                between the last layer and classify.
+        """
+        program = [*self.embed(config, weights, b)]
+        for i, layer in enumerate([*self.layers(config, weights, b), [], []]):
+            program += [*before.get(i, []), *layer]
+        return [*program, *self.classify(config, weights, b)]
+
+    # Weights
+
+    def plan_weights(self, config: ModelConfig, tensors: Tensors, weight_format: "WeightFormat | None" = None) -> WeightPlan:
+        """Return the plan of a model's weights, made of tensors in the shapes of `shapes`; see `WeightPlan`."""
+        return WeightPlan(self.plans(config), tensors, weight_format, TOKEN_TABLE if config.per_layer_inputs else "")
+
+    def pack(
+        self,
+        config: ModelConfig,
+        tensors: Tensors,
+        weight_format: "WeightFormat | None" = None,
+        progress: Callable[[float], object] = lambda share: None,
+        keep: Callable[[Float32, str], object] = lambda array, format_name: None,
+    ) -> Weights:
+        """Return a model's packed weights; see `WeightPlan.pack`."""
+        return self.plan_weights(config, tensors, weight_format).pack(progress, keep)
+
+    # Buffers
+
+    def make_buffers(self, config: ModelConfig, weights: Weights, sizes: BufferSizes, new: Allocator) -> Buffers:
+        """Return the buffers of a sequence, which `new` makes.
+
+        Raises:
+            MemoryError: If there is not enough memory.
+        """
+        n_hidden = sizes.n_hidden_layers * config.dim
+        b = Buffers(
+            sizes,
+            new,
+            tokens=new.numbers(),
+            logits=new.rows(weights.matrices["classifier"].n_rows),
+            x=new.rows(pad(config.dim), 1),
+            normed=new.rows(pad(config.dim), sizes.n_threads),
+            scratches=[new.rows(weights.scratch_words, sizes.n_threads) for _ in range(weights.max_shards)],
+            scores=new.scores(sizes.n_threads, MAX_TILE_TOKENS, sizes.n_positions),
+            experts_read=new.scratch(config.n_layers, dtype=np.int64),
+            depths=new.sequence(MAX_BATCH_TOKENS, dtype=np.int64),
+            paths=new.sequence(MAX_BATCH_TOKENS, MAX_BATCH_TOKENS, dtype=np.int64),
+            layers=[LayerBuffers() for _ in range(config.n_layers)],
+            hidden_states=new.sequence(sizes.n_positions, n_hidden, positions_axis=0) if n_hidden else None,
+        )
+        self.allocate_layers(config, b)
+        return b
+
+    def make_executors(self, config: ModelConfig, weights: Weights, b: Buffers, hidden_layers: tuple[int, ...]) -> list[Executor]:
+        """Return the executor of normal sequences, and that of sequences with long RoPE factors if they differ.
+
+        The executors keep hidden states before the given layers. They are stored in the shared buffers, so each is made once.
+        """
+        known, key = b.new.shared.executors, (b.sizes.n_positions, hidden_layers)
+        own_arrays = [each.array for each in b.new.own]
+        if key in known:
+            return [executor.with_sequence_arrays(own_arrays) for executor in known[key]]
+        copies = dict[int, Program]()
+        for i, layer in enumerate(hidden_layers):
+            is_normed = layer > config.n_layers
+            assert b.hidden_states is not None
+            copy = copy_rows(b.hidden_states, b.normed if is_normed else b.x, i * config.dim, 0, config.dim, True)
+            copies[layer] = [[*([self.final_norm(config, weights, b)] if is_normed else []), copy]]
+        ropes: list[RopeTables | None] = [None] if b.long_rope is None else [None, b.long_rope]
+        executors = []
+        for rope in ropes:
+            own = replace(b, layers=[replace(layer, rope=rope or layer.rope) for layer in b.layers])
+            executors.append(Executor(self.program(config, weights, own, copies), own_arrays, b.new.token_arrays))
+        known[key] = [executor.without_sequence_arrays() for executor in executors]
+        return executors
 
 
 class RecurrentLlama(Llama):

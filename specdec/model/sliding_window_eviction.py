@@ -7,15 +7,17 @@ that can be truncated to m tokens or more, layers hold the positions from m - wi
 import mmap
 import sys
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from specdec.kernels import MAX_BATCH_TOKENS, KVFormat
-from specdec.layers.architecture import Architecture
 from specdec.layers.block import kv_bytes_per_position
 from specdec.layers.buffers import Buffers
 from specdec.model_config import ModelConfig
 from specdec.runtime.memory import CAN_RELEASE_PAGES, release_pages
 from specdec.runtime.simd import PANEL_ROWS, ceil_div
+
+if TYPE_CHECKING:
+    from specdec.model.llama import Llama
 
 MAX_REWIND_BYTES = 128 << 20  # kept beyond windows to truncate a sequence; hybrid models keep as much in snapshots
 MIN_REWIND_TOKENS = 512  # that can always be truncated: a proposal, and more than a pass
@@ -44,7 +46,7 @@ class SlidingWindowEvictor:
     It releases nothing if the system cannot release pages or the architecture keeps all of them.
     """
 
-    def __init__(self, architecture: Architecture, config: ModelConfig, kv: KVFormat, n_positions: int) -> None:
+    def __init__(self, architecture: "Llama", config: ModelConfig, kv: KVFormat, n_positions: int) -> None:
         """Find the windowed layers, and how many tokens to keep so that a sequence can go back."""
         can_release = architecture.releases_windows and CAN_RELEASE_PAGES
         self._layers = [*_find_windowed_layers(config, kv, n_positions)] if can_release else []

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from specdec.kernels import MAX_BATCH_TOKENS
-from specdec.layers import architecture, buffers
+from specdec.layers import buffers
 from specdec.loaders import load_checkpoint
 from specdec.loaders.model_paths import DEFAULT_DRAFT, DEFAULT_TARGET
+from specdec.model import llama
 from specdec.model.kv_cache import KVCache
 from specdec.model.llama import LLAMA
 from specdec.model.model import Model
@@ -170,7 +171,7 @@ def test_pickled_or_copied_model_gives_same_bits():
 
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
-@pytest.mark.parametrize(("module", "where"), [(buffers, "zeros"), (buffers.LazyMemory, "zeros"), (architecture, "Executor")])
+@pytest.mark.parametrize(("module", "where"), [(buffers, "zeros"), (buffers.LazyMemory, "zeros"), (llama, "Executor")])
 def test_failed_growth_keeps_model_usable(monkeypatch, module, where, error):
     config = replace(CONFIGS["gqa"], seq_len=1000)
     tokens = random_tokens(config, 300)
