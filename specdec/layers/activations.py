@@ -8,24 +8,11 @@ from typing import NamedTuple
 import numpy as np
 
 from specdec.kernels import compute_norm_scale, get_chunk_rows, norm_row
+from specdec.runtime import simd
 from specdec.runtime.code_cache import inlined
 from specdec.runtime.elementary import expm1, gelu_tanh, sigmoid, silu, softplus_scalar, tanh
 from specdec.runtime.op_program import Floats1, Floats2, Floats3, ForwardContext, Ints2, kernel
-from specdec.runtime.simd import (
-    LANES,
-    PANEL_ROWS,
-    add,
-    ceil_div,
-    extract_lane,
-    fma,
-    load,
-    maximum,
-    minimum,
-    mul,
-    splat,
-    store,
-    zero_unless_positive,
-)
+from specdec.runtime.simd import LANES, PANEL_ROWS, add, fma, load, maximum, minimum, mul, splat, store
 from specdec.runtime.work_stealing import get_chunk_range
 
 
@@ -107,8 +94,8 @@ def xielu(run: ForwardContext, thread: int, hidden: Floats3, up: Floats2, number
             u = load(up, t * up.shape[1] + i)
             low = minimum(splat(0.0), u)  # in this order a NaN stays one
             below = mul(negative, fma(low, splat(-1.0), expm1(minimum(low, eps))))
-            below = fma(zero_unless_positive(below, u), splat(-1.0), below)
-            above = zero_unless_positive(mul(mul(positive, u), u), u)
+            below = fma(simd.zero_unless_positive(below, u), splat(-1.0), below)
+            above = simd.zero_unless_positive(mul(mul(positive, u), u), u)
             store(hidden, t * width + i, fma(beta, u, add(above, below)))
         for i in range(max(n, first * PANEL_ROWS), last * PANEL_ROWS):
             hidden[0, t, i] = 0.0
@@ -117,7 +104,7 @@ def xielu(run: ForwardContext, thread: int, hidden: Floats3, up: Floats2, number
 @kernel
 def gate_heads(run: ForwardContext, thread: int, heads: Floats3, gates: Floats2, base: int, n: int) -> None:
     """Compute heads[0, t] *= sigmoid(gates[t, base : base + n]), the gate of attention output."""
-    first, last = get_chunk_range(ceil_div(n, LANES), run.chunk, run.n_chunks)
+    first, last = get_chunk_range(simd.ceil_div(n, LANES), run.chunk, run.n_chunks)
     for t in range(run.n_tokens):
         for row in range(first * LANES, last * LANES, LANES):
             at = t * heads.shape[2] + row
@@ -230,7 +217,7 @@ def gate_per_layer_inputs(
             gated = mul(gelu_tanh(load(gates, t * gates.shape[1] + k)), load(inputs, t * inputs.shape[1] + base + k))
             store(out, t * out.shape[2] + k, gated)
         for k in range(whole, end):
-            out[0, t, k] = extract_lane(gelu_tanh(splat(gates[t, k])), 0) * inputs[t, base + k]
+            out[0, t, k] = simd.extract_lane(gelu_tanh(splat(gates[t, k])), 0) * inputs[t, base + k]
 
 
 class ParallelBranchesArgs(NamedTuple):

@@ -8,16 +8,8 @@ Shapes: S cached positions, G KV heads, K head dim, R rows of a panel.
 
 import numpy as np
 
-from specdec.kernels import (  # fmt: skip
-    KVFormat,
-    attention_f16,
-    attention_f32,
-    get_chunk_rows,
-    store_keys_f16,
-    store_keys_f32,
-    store_values_f16,
-    store_values_f32,
-)
+from specdec import kernels
+from specdec.kernels import KVFormat, attention_f32, get_chunk_rows
 from specdec.runtime.code_cache import inlined
 from specdec.runtime.op_program import Bytes4, Floats2, ForwardContext, kernel
 from specdec.runtime.simd import PANEL_ROWS
@@ -89,7 +81,7 @@ def store_values_q8(
 
 attention_q8 = attention_f32.specialize("attention_q8", __name__, keys=Bytes4, values=Bytes4)
 KV_FORMATS = {
-    "f32": KVFormat(np.float32, store_keys_f32, store_values_f32, attention_f32),
-    "f16": KVFormat(np.uint16, store_keys_f16, store_values_f16, attention_f16),
+    "f32": KVFormat(np.float32, kernels.store_keys_f32, kernels.store_values_f32, attention_f32),
+    "f16": KVFormat(np.uint16, kernels.store_keys_f16, kernels.store_values_f16, kernels.attention_f16),
     "q8": KVFormat(np.int8, store_keys_q8, store_values_q8, attention_q8, True),
 }

@@ -18,13 +18,7 @@ from specdec.layers.activations import group_norm
 from specdec.layers.attention import Attention, make_attention_op, make_scales
 from specdec.layers.block import Block, norm_shapes
 from specdec.layers.buffers import Allocator, BufferSizes, KVState, LayerBuffers, pad
-from specdec.layers.latent_ops import (
-    LATENT_ATTENTION,
-    STORE_LATENT,
-    gather_heads,
-    rotate_queries,
-    scatter_heads,
-)
+from specdec.layers.latent_ops import LATENT_ATTENTION, STORE_LATENT, gather_heads, rotate_queries, scatter_heads
 from specdec.layers.weights import FusedNames, FusedTensors, Shapes
 from specdec.model_config import LatentAttentionConfig, ModelConfig, require_type
 from specdec.quant.packed_matrix import ExpertRouting
@@ -90,7 +84,7 @@ class LatentAttention(Block):
             phases.append([q_norm, *self.matmul("q_b", queries, normed)])
         # writes to the KV cache, absorption of the key matrices, RoPE of queries
         latent, kv_base = new.rows(a.cache_width), pad(a.q_rank or config.q_dim)
-        latent_args = latent, qkv, kv_base, self.vector("kv_a_norm"), LATENT_NORM_EPS, a.kv_rank, a.rope_dim
+        latent_args = latent, qkv, kv_base, self.vector("kv_a_norm")[None], LATENT_NORM_EPS, a.kv_rank, a.rope_dim
         store = STORE_LATENT[b.sizes.kv.dtype](kv.values, kv.value_scales, *latent_args, *tables)
         absorbed, mixed = new.rows(heads * a.cache_width), new.rows(heads * a.latent_width, 1)
         absorb = [

@@ -11,53 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specdec.kernels import (
-    AttentionArgs,
-    attend_in_tiles,
-    find_score_panels,
-    get_position,
-    make_query_tile,
-    mix_values,
-    norm_row,
-)
+from specdec.kernels import AttentionArgs, attend_in_tiles, find_score_panels, get_position, make_query_tile, mix_values, norm_row
 from specdec.layers.kv_formats import compute_scale, encode_q8
 from specdec.quant.matmul import Rows, Tile, TileShape, point_by_dtype, point_to_floats
+from specdec.runtime import tile_simd
 from specdec.runtime.code_cache import CompiledFunction, jitable
-from specdec.runtime.op_program import (
-    Bytes4,
-    Floats1,
-    Floats2,
-    Floats3,
-    Floats4,
-    ForwardContext,
-    Halves4,
-    Ints1,
-    Ints2,
-    Kernel,
-    kernel,
-)
-from specdec.runtime.simd import (
-    FP32_STORAGE,
-    HAS_AVX512,
-    LANES,
-    PANEL_ROWS,
-    ceil_div,
-    fma,
-    load,
-    round_up,
-    store,
-)
-from specdec.runtime.tile_simd import (
-    PointerType,
-    add_lanes,
-    advance,
-    fill_vector,
-    load_rows,
-    load_vector,
-    make_pointer_getter,
-    make_row_splitter,
-    store_vector,
-)
+from specdec.runtime.op_program import Bytes4, Floats2, Floats3, Floats4, ForwardContext, Halves4, Ints1, Ints2, Kernel, kernel
+from specdec.runtime.simd import FP32_STORAGE, HAS_AVX512, LANES, PANEL_ROWS, ceil_div, fma, load, round_up, store
 from specdec.runtime.work_stealing import get_chunk_range
 
 MAX_DOT_QUERIES = 4 if HAS_AVX512 else 2
@@ -82,7 +42,7 @@ class StoreLatentArgs(NamedTuple):
         scales: Scales (1, S) of quantized codes, empty if the cache is not quantized.
         latent: Scratch (T, W); padding columns are 0.
         x: (T, ...); the latent vector and the rows to rotate are the columns from `base` on.
-        weight: Norm weights of the latent vector (C padded,).
+        weight: Norm weights of the latent vector (1, C padded).
         kv_rank: C.
         rope_dim: E.
         cos, sin: See `fill_rope_tables`.
@@ -94,7 +54,7 @@ class StoreLatentArgs(NamedTuple):
     latent: Floats2
     x: Floats2
     base: int
-    weight: Floats1
+    weight: Floats2
     eps: float
     kv_rank: int
     rope_dim: int
@@ -222,7 +182,7 @@ class DotArgs(NamedTuple):
     """
 
     out: Rows
-    rows: PointerType
+    rows: tile_simd.PointerType
     panel_stride: int
     queries: Rows
     n_panels: int
@@ -236,8 +196,9 @@ def choose_dot_shape(rows: int, n_queries: int) -> TileShape:
 def make_dot_tile(shape: TileShape) -> Callable[..., None]:
     """Return a tile of dot products between queries and rows that lie in panels of columns, such as the cached positions."""
     n_rows, max_queries, _ = shape
-    get_rows, get_floats = make_pointer_getter(None, n_rows * LANES, LANES), make_pointer_getter(FP32_STORAGE, LANES, LANES)
-    split_queries = make_row_splitter(max_queries)
+    get_rows = tile_simd.make_pointer_getter(None, n_rows * LANES, LANES)
+    get_floats = tile_simd.make_pointer_getter(FP32_STORAGE, LANES, LANES)
+    split_queries = tile_simd.make_row_splitter(max_queries)
 
     def tile(n_queries, p):
         """out[q, r] = queries[q] . row r for a few rows, and queries q < n_queries.
@@ -248,12 +209,12 @@ def make_dot_tile(shape: TileShape) -> Callable[..., None]:
         queries = split_queries(get_floats(p.queries.start, 0), p.queries.stride)
         outs = split_queries(get_floats(p.out.start, 0), p.out.stride)
         rows = get_rows(p.rows, 0)
-        sums = fill_vector(split_queries(rows, 0), 0.0)  # of n_rows parts
+        sums = tile_simd.fill_vector(split_queries(rows, 0), 0.0)  # of n_rows parts
         for panel in range(p.n_panels):
             for half in range(0, PANEL_ROWS, LANES):
-                query = load_vector(queries, panel * PANEL_ROWS + half)
-                sums = fma(load_rows(rows, panel * p.panel_stride + half), query, sums)
-        store_vector(outs, 0, add_lanes(sums), n_queries)
+                query = tile_simd.load_vector(queries, panel * PANEL_ROWS + half)
+                sums = fma(tile_simd.load_rows(rows, panel * p.panel_stride + half), query, sums)
+        tile_simd.store_vector(outs, 0, tile_simd.add_lanes(sums), n_queries)
 
     return tile
 
@@ -268,10 +229,10 @@ def compute_dots(p, n_rows, n_queries):
     while query < n_queries:
         n = min(n_queries - query, MAX_DOT_QUERIES)
         step = DOT_ROWS if n <= MAX_DOT_QUERIES // 2 else MANY_DOT_ROWS
-        queries = Rows(advance(p.queries.start, query * p.queries.stride), p.queries.stride)
+        queries = Rows(tile_simd.advance(p.queries.start, query * p.queries.stride), p.queries.stride)
         for row in range(0, n_rows, step):
-            out = Rows(advance(p.out.start, query * p.out.stride + row), p.out.stride)
-            dot_tile(n, DotArgs(out, advance(p.rows, row * PANEL_ROWS), p.panel_stride, queries, p.n_panels))
+            out = Rows(tile_simd.advance(p.out.start, query * p.out.stride + row), p.out.stride)
+            dot_tile(n, DotArgs(out, tile_simd.advance(p.rows, row * PANEL_ROWS), p.panel_stride, queries, p.n_panels))
         query += n
 
 

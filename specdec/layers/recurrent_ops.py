@@ -16,31 +16,17 @@ import numpy as np
 from specdec.kernels import MAX_BATCH_TOKENS, compute_norm_scale, get_chunk_rows, sum_squares
 from specdec.layers.block import BASE, TIP
 from specdec.layers.buffers import Allocator
+from specdec.runtime import simd
 from specdec.runtime.code_cache import compiled, inlined, jitable
 from specdec.runtime.elementary import exp_scalar, sigmoid, silu, softplus_scalar
 from specdec.runtime.op_program import Floats1, Floats2, Floats3, Floats4, ForwardContext, Ints2, kernel
-from specdec.runtime.simd import (
-    LANES,
-    N_REGISTERS,
-    PANEL_ROWS,
-    Float32,
-    add,
-    extract_lane,
-    fma,
-    load,
-    load_item,
-    mul,
-    round_up,
-    splat,
-    sqrt,
-    store,
-)
+from specdec.runtime.simd import LANES, PANEL_ROWS, Float32, add, fma, load, load_item, mul, round_up, splat, sqrt, store
 from specdec.runtime.work_stealing import get_chunk_range
 
 RING_SLOTS = MAX_BATCH_TOKENS + 32  # of the updates of a state: the base advances by 32 tokens at a time
 # Of updates that a pass writes before its bases advance
 KEY_RING_SLOTS = RING_SLOTS + MAX_BATCH_TOKENS
-SCAN_COLUMNS = PANEL_ROWS if N_REGISTERS == 32 else LANES  # columns of a state panel that `scan` advances at a time
+SCAN_COLUMNS = PANEL_ROWS if simd.N_REGISTERS == 32 else LANES  # columns of a state panel that `scan` advances at a time
 LAST_COLUMNS = SCAN_COLUMNS - LANES  # the second half of them, if there is one
 L2_NORM_EPS = 1e-6  # of the norms of queries and keys, in all families
 
@@ -272,7 +258,7 @@ def advance_base(run, thread, p, head):
 @jitable
 def sigmoid_scalar(x):
     """Return the sigmoid 1 / (1 + e^-x) of a float32 scalar."""
-    return extract_lane(sigmoid(splat(x)), 0)
+    return simd.extract_lane(sigmoid(splat(x)), 0)
 
 
 class DeltaNetArgs(NamedTuple):

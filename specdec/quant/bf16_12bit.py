@@ -22,38 +22,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from specdec.quant import matmul
 from specdec.quant.fp16_bf16 import BF16, HalfFormat, view_bits
 from specdec.quant.fp32 import panel_tile, transpose_rows
-from specdec.quant.matmul import (
-    PREFETCH_WORDS,
-    MatmulArgs,
-    Rows,
-    Tile,
-    TileArgs,
-    TileShape,
-    choose_tile_shape,
-    get_chunk_panels,
-    get_number,
-    point_to_bytes,
-    point_to_floats,
-    prefetch_lines,
-    start_sums,
-)
+from specdec.quant.matmul import MatmulArgs, Rows, Tile, TileArgs, TileShape, get_number, point_to_bytes, point_to_floats
 from specdec.quant.packed_matrix import Floats, PackingOverflowError
-from specdec.runtime import simd, tile_simd
+from specdec.runtime import op_program, simd, tile_simd
 from specdec.runtime.code_cache import CompiledFunction, inlined, jitable, make_dispatcher
-from specdec.runtime.op_program import (
-    Bytes2,
-    Floats2,
-    Floats3,
-    ForwardContext,
-    Halves2,
-    Halves3,
-    Ints1,
-    Words3,
-    kernel,
-    run_on_all_threads,
-)
+from specdec.runtime.op_program import Bytes2, Floats2, Floats3, ForwardContext, Halves2, Halves3, Ints1, Words3, kernel
 from specdec.runtime.parallel_region import get_available_threads
 from specdec.runtime.simd import HAS_AVX512, LINE_BYTES, MAX_TILE_TOKENS, N_REGISTERS, PANEL_ROWS, Float32, ceil_div, fma
 from specdec.runtime.work_stealing import get_chunk_range
@@ -197,10 +173,10 @@ def make_packed_tile(look_up: CompiledFunction, shape: TileShape) -> Callable[..
         for row in range(0, PANEL_ROWS, rows):
             outs = split_tokens(get_out(p.out.start, row), p.out.stride)
             ahead = tile_simd.advance(p.ahead, row // rows * step * p.n)
-            sums = start_sums(outs, rows, n_tokens, p.accumulate)
+            sums = matmul.start_sums(outs, rows, n_tokens, p.accumulate)
             slot = get_first_slot(blocks)
             for q in range(p.n):
-                prefetch_lines(ahead, q * step, BLOCK_BYTES // n_row_blocks)
+                matmul.prefetch_lines(ahead, q * step, BLOCK_BYTES // n_row_blocks)
                 first, second, third, fourth = read_columns(blocks, q, row, slot)
                 slot += has_slot(blocks, q)
                 k = q * BLOCK_COLUMNS
@@ -215,7 +191,7 @@ def make_packed_tile(look_up: CompiledFunction, shape: TileShape) -> Callable[..
 
 def make_tile(look_up: CompiledFunction) -> Tile:
     """Return the tile over weights of 12 bits; for look_up see `make_column_reader`."""
-    choose_shape = functools.partial(choose_tile_shape, is_weight_stationary=True)
+    choose_shape = functools.partial(matmul.choose_tile_shape, is_weight_stationary=True)
     return Tile(functools.partial(make_packed_tile, look_up), choose_shape, MAX_PACKED_TILE_TOKENS)
 
 
@@ -244,7 +220,7 @@ def unpack_blocks(out, blocks, first, last, slot):
 @inlined
 def multiply_packed(tile, limits, run, thread, p):
     """out[t] (+)= W x[t] for this chunk's panels of bf16 packed in 12 bits; see `multiply_panels`."""
-    first, last = get_chunk_panels(run, p)
+    first, last = matmul.get_chunk_panels(run, p)
     n_tokens = run.n_logits if p.logits_only else run.n_tokens
     x, n, n_tiles = p.x[thread if p.x.shape[0] > 1 else 0], p.n // BLOCK_COLUMNS, ceil_div(n_tokens, limits[0])
     words = locate_blocks(p.w, n, 1)[0] - locate_blocks(p.w, n, 0)[0]
@@ -252,7 +228,7 @@ def multiply_packed(tile, limits, run, thread, p):
         at, to_end = locate_blocks(p.w, n, panel)
         for i in range(n_tiles):
             t, end = get_chunk_range(n_tokens, i, n_tiles)
-            ahead = at + (PREFETCH_WORDS if n_tokens <= limits[1] else words + i * words // n_tiles)
+            ahead = at + (matmul.PREFETCH_WORDS if n_tokens <= limits[1] else words + i * words // n_tiles)
             out = Rows(point_to_floats(p.out, t * p.out.shape[1] + (p.first_panel + panel) * PANEL_ROWS), p.out.shape[1])
             x_rows, step = Rows(point_to_floats(x, t * x.shape[1]), x.shape[1]), 4 * ceil_div(BLOCK_WORDS, n_tiles)
             weights, ahead_start = point_to_floats(p.w, at), point_to_bytes(p.w, ahead)
@@ -262,7 +238,7 @@ def multiply_packed(tile, limits, run, thread, p):
 @inlined
 def multiply_unpacked(run, thread, p):
     """out[t] (+)= W x[t] for this chunk's panels and many tokens: unpack columns to floats once, then use the float tile."""
-    first, last = get_chunk_panels(run, p)
+    first, last = matmul.get_chunk_panels(run, p)
     n_tokens = run.n_logits if p.logits_only else run.n_tokens
     x, n, n_tiles = p.x[thread if p.x.shape[0] > 1 else 0], p.n // BLOCK_COLUMNS, ceil_div(n_tokens, MAX_TILE_TOKENS)
     floats, step, slot = point_to_floats(p.scratch[thread], 0), UNPACK_COLUMNS // BLOCK_COLUMNS, 0
@@ -282,7 +258,7 @@ def multiply_unpacked(run, thread, p):
 
 
 @kernel
-def matmul(run: ForwardContext, thread: int, p: MatmulArgs) -> None:
+def packed_matmul(run: ForwardContext, thread: int, p: MatmulArgs) -> None:
     """out[t] (+)= W x[t] for bf16 packed in 12 bits; columns are unpacked once for all tokens if there are many."""
     if CAN_UNPACK_CHUNKS and (run.n_logits if p.logits_only else run.n_tokens) >= MIN_UNPACK_TOKENS:
         multiply_unpacked(run, thread, p)
@@ -461,13 +437,13 @@ class PackedBF16Format(HalfFormat):
         columns = np.empty((n_threads, rows.shape[1], PANEL_ROWS), np.uint16)
         counts = np.empty((n_threads, N_COUNTERS, 256), np.uint32)
         args = panels, panel_bytes, first, stride, rows, columns, counts, slots
-        run_on_all_threads(pack_panels(*args))
+        op_program.run_on_all_threads(pack_panels(*args))
         used = panels.view(np.uint32).reshape(-1)[locate_blocks(panels, n, 0)[0] - USED_SLOTS_WORD :][:1]
         *slots[:], total = itertools.accumulate(slots.tolist(), initial=int(used[0]))  # counts to first slots
         if total > len(panels) * count_slots(n):
             raise PackingOverflowError
         used[0] = total
-        run_on_all_threads(fill_overflow_pool(*args))
+        op_program.run_on_all_threads(fill_overflow_pool(*args))
 
 
-PACKED_BF16 = PackedBF16Format(name="bf16 in 12 bits", matmul=matmul, embed=embed, expert_matmul=BF16.expert_matmul)
+PACKED_BF16 = PackedBF16Format(name="bf16 in 12 bits", matmul=packed_matmul, embed=embed, expert_matmul=BF16.expert_matmul)

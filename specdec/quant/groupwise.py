@@ -27,32 +27,10 @@ import numpy.typing as npt
 from specdec.quant.dot4 import DOT4_BY_NAME, Dot4
 from specdec.quant.int8 import BYTES_PER_WORD, GROUP_HEADER_WORDS, QuantizedFormat, make_activation_getter
 from specdec.quant.matmul import Tile, TileShape, get_number, prefetch_lines, start_sums
-from specdec.runtime import simd, tile_simd
+from specdec.runtime import op_program, simd, tile_simd
 from specdec.runtime.code_cache import CompiledFunction, inlined, jitable, make_dispatcher
-from specdec.runtime.op_program import (
-    Bytes2,
-    Bytes3,
-    ForwardContext,
-    Halves2,
-    Halves3,
-    Words2,
-    Words3,
-    kernel,
-    run_on_all_threads,
-)
-from specdec.runtime.simd import (
-    LANES,
-    LINE_WORDS,
-    PANEL_ROWS,
-    Array,
-    Float32,
-    add,
-    ceil_div,
-    extract_lane,
-    fma,
-    load_byte,
-    mul,
-)
+from specdec.runtime.op_program import Bytes2, Bytes3, ForwardContext, Halves2, Halves3, Words2, Words3, kernel
+from specdec.runtime.simd import LANES, LINE_WORDS, PANEL_ROWS, Array, Float32, add, ceil_div, extract_lane, fma, load_byte, mul
 from specdec.runtime.work_stealing import get_chunk_range
 
 PANEL_FP16_WORDS = PANEL_ROWS // 2  # words of one fp16 number per row
@@ -619,7 +597,7 @@ def pack_panels(run: ForwardContext, thread: int, p: PackArgs) -> None:
 def pack_grouped_rows(panels: Float32, first: int, stride: int, rows: GroupedRows) -> None:
     """Pack a `GroupedRows` into every stride-th panel from `first` on, on all threads."""
     views = (panels.view(dtype) for dtype in (np.uint32, np.uint16, np.uint8))
-    run_on_all_threads(pack_panels(*views, *rows.flatten(), rows.words.shape[1], first, stride))
+    op_program.run_on_all_threads(pack_panels(*views, *rows.flatten(), rows.words.shape[1], first, stride))
 
 
 def pack_row_scales(panels: Float32, first: int, stride: int, scales: Array) -> None:

@@ -17,36 +17,10 @@ import numpy as np
 from specdec.quant.dot4 import DOT4_BY_NAME, Dot4, choose_dot4
 from specdec.quant.matmul import Tile, TileShape, get_number, make_kernels, prefetch_lines, start_sums
 from specdec.quant.packed_matrix import Floats, Int8Rows, WeightFormat, to_float32
-from specdec.runtime import tile_simd
+from specdec.runtime import simd, tile_simd
 from specdec.runtime.code_cache import CompiledFunction, compiled, inlined, jitable
 from specdec.runtime.op_program import Codes3, Floats2, ForwardContext, Words2, Words3, Words4, kernel, run_on_all_threads
-from specdec.runtime.simd import (
-    CPU_FEATURES,
-    FP32_STORAGE,
-    INT32_STORAGE,
-    LANES,
-    LINE_WORDS,
-    PANEL_ROWS,
-    Float32,
-    absolute,
-    add,
-    ceil_div,
-    div,
-    fma,
-    load,
-    load_byte,
-    maximum,
-    minimum,
-    mul,
-    reduce_add,
-    reduce_max,
-    rint,
-    round_half_away,
-    splat,
-    store_byte,
-    store_bytes,
-    store_int,
-)
+from specdec.runtime.simd import LANES, PANEL_ROWS, Float32, absolute, ceil_div, div, fma, load, maximum, minimum, mul, splat
 from specdec.runtime.work_stealing import get_chunk_range
 
 BYTES_PER_WORD = 4
@@ -59,8 +33,8 @@ def make_int8_tile(dot: Dot4, shape: TileShape) -> Callable[..., None]:
     """Return the tile of a shape over groups of int8 weights, with byte products by `dot`."""
     rows, max_tokens, lanes = shape
     n_blocks = PANEL_ROWS // rows  # row blocks of the panel, one after another
-    get_words = tile_simd.make_pointer_getter(INT32_STORAGE, rows, lanes)
-    get_floats = tile_simd.make_pointer_getter(FP32_STORAGE, rows, lanes)
+    get_words = tile_simd.make_pointer_getter(simd.INT32_STORAGE, rows, lanes)
+    get_floats = tile_simd.make_pointer_getter(simd.FP32_STORAGE, rows, lanes)
     split_tokens = tile_simd.make_row_splitter(max_tokens)
     prepare, dot4 = dot.prepare, dot.dot4
 
@@ -71,7 +45,7 @@ def make_int8_tile(dot: Dot4, shape: TileShape) -> Callable[..., None]:
         number of groups, p.stride the words of a group. The tuples of `xs` and the sums have an element for each token.
         """
         n_words, x_words = p.stride, GROUP_HEADER_WORDS + p.stride
-        group_words, step = (1 + n_words) * PANEL_ROWS, p.line_step * rows // LINE_WORDS  # of a word's prefetch
+        group_words, step = (1 + n_words) * PANEL_ROWS, p.line_step * rows // simd.LINE_WORDS  # of a word's prefetch
         xs = split_tokens(get_words(p.x.start, 0), p.x.stride)
         x_scales = split_tokens(get_floats(p.x.start, 0), p.x.stride)
         for block in range(n_blocks):
@@ -99,7 +73,7 @@ def make_tile(instruction_set: str) -> tuple[Tile, CompiledFunction]:
     return Tile(partial(make_int8_tile, dot), dot.choose_tile_shape, dot.max_tokens), make_activation_getter(zero_point)
 
 
-DOT4_NAME = "portable" if os.environ.get("SPECDEC_PORTABLE", "") not in ("", "0") else choose_dot4(CPU_FEATURES)
+DOT4_NAME = "portable" if os.environ.get("SPECDEC_PORTABLE", "") not in ("", "0") else choose_dot4(simd.CPU_FEATURES)
 
 
 @compiled
@@ -122,22 +96,22 @@ def quantize_activations(codes, x, n, group_size, n_tokens, zero_point):
             for i in range(whole, end):
                 top = maximum(absolute(splat(x[t, i])), top)
             at = g * (GROUP_HEADER_WORDS + group_words)
-            scale, first = reduce_max(top) / np.float32(127.0), (words + at + GROUP_HEADER_WORDS) * BYTES_PER_WORD
+            scale, first = simd.reduce_max(top) / np.float32(127.0), (words + at + GROUP_HEADER_WORDS) * BYTES_PER_WORD
             divisor = splat(scale if scale > 0.0 else np.float32(1.0))
             total = splat(0.0)
             for i in range(start, whole, LANES):
-                code = round_half_away(div(load(x, row + i), divisor))
+                code = simd.round_half_away(div(load(x, row + i), divisor))
                 code = maximum(lowest, minimum(limit, code))  # in this order a NaN stays one
-                total = add(total, code)
-                store_bytes(codes, first + i - start, code)
-            group_total = reduce_add(total)
+                total = simd.add(total, code)
+                simd.store_bytes(codes, first + i - start, code)
+            group_total = simd.reduce_add(total)
             for i in range(whole, start + group_words * BYTES_PER_WORD):
                 code = splat(x[t, i] if i < end else np.float32(0.0))
-                code = reduce_max(maximum(lowest, minimum(limit, round_half_away(div(code, divisor)))))
+                code = simd.reduce_max(maximum(lowest, minimum(limit, simd.round_half_away(div(code, divisor)))))
                 group_total += code
-                store_byte(codes, first + i - start, code)
+                simd.store_byte(codes, first + i - start, code)
             codes[t, at] = scale + np.float32(0.0) * group_total
-            store_int(codes, (words + at + 1) * BYTES_PER_WORD, np.float32(-zero_point) * group_total)
+            simd.store_int(codes, (words + at + 1) * BYTES_PER_WORD, np.float32(-zero_point) * group_total)
             codes[t, at + 2] = codes[t, at] * group_total
 
 
@@ -163,7 +137,7 @@ def get_weight(w, panel, row, k, n, group_size):
     """Return the weight of a panel's row in column k as float32: code * scale."""
     i_group, i = divmod(k, group_size)
     word = (panel * w.shape[1] + i_group) * w.shape[2] + (1 + i // BYTES_PER_WORD) * PANEL_ROWS + row
-    code = load_byte(w, word * BYTES_PER_WORD + i % BYTES_PER_WORD) - 128
+    code = simd.load_byte(w, word * BYTES_PER_WORD + i % BYTES_PER_WORD) - 128
     return np.float32(code) * w[panel, i_group, row]
 
 
@@ -184,16 +158,16 @@ def quantize_group(values, scales, rows, row, g, group_size):
     for i in range(whole, end):
         weights = splat(rows[row, i])
         top, not_finite = maximum(absolute(weights), top), fma(weights, splat(0.0), not_finite)
-    scale = np.float32(reduce_max(top) / np.float32(127.0))
+    scale = np.float32(simd.reduce_max(top) / np.float32(127.0))
     if scale < MIN_SCALE:
         scale = np.float32(0.0)
     divisor = splat(scale if scale > 0.0 else np.float32(1.0))
     for i in range(start, whole, LANES):
-        store_bytes(values, out + i - start, rint(div(load(rows, at + i), divisor)))
+        simd.store_bytes(values, out + i - start, simd.rint(div(load(rows, at + i), divisor)))
     for i in range(whole, start + group_size):
         weight = splat(rows[row, i] if i < end else np.float32(0.0))
-        store_byte(values, out + i - start, reduce_max(rint(div(weight, divisor))))
-    scales[row, g] = scale + reduce_add(not_finite)
+        simd.store_byte(values, out + i - start, simd.reduce_max(simd.rint(div(weight, divisor))))
+    scales[row, g] = scale + simd.reduce_add(not_finite)
 
 
 @kernel
@@ -271,6 +245,6 @@ def _make_weight_format(prefix: str, instruction_set: str) -> Int8Format:
     return Int8Format(name="int8", **make_kernels(__name__, prefix, *make_tile(instruction_set), get_weight))
 
 
-NATIVE_INT8 = _make_weight_format("", choose_dot4(CPU_FEATURES))
+NATIVE_INT8 = _make_weight_format("", choose_dot4(simd.CPU_FEATURES))
 PORTABLE_INT8 = _make_weight_format("portable_", "portable")
 INT8 = PORTABLE_INT8 if DOT4_NAME == "portable" else NATIVE_INT8

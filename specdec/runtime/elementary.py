@@ -8,21 +8,9 @@ polynomials.
 import numpy as np
 from numba import types
 
+from specdec.runtime import simd
 from specdec.runtime.code_cache import compiled, jitable
-from specdec.runtime.simd import (
-    add,
-    div,
-    exp2_of_integer,
-    extract_lane,
-    fma,
-    make_polynomial,
-    maximum,
-    minimum,
-    mul,
-    rint,
-    splat,
-    zero_unless_positive,
-)
+from specdec.runtime.simd import add, div, fma, make_polynomial, maximum, minimum, mul, rint, splat, zero_unless_positive
 
 # log 2 and pi / 2 as sums; the first terms have so few bits that their products with an integer of 11, or 31, bits are exact
 LOG2_HIGH, LOG2_LOW = 0.6931471803691238, 1.9082149292705877e-10
@@ -56,13 +44,13 @@ def exp(x):
     n = rint(mul(clamped, splat(1.4426950408889634)))
     r = fma(n, splat(-0.693145751953125), clamped)
     r = fma(n, splat(-1.4286068203094172e-06), r)
-    return zero_unless_positive(mul(exp_polynomial(r), exp2_of_integer(n)), add(x, splat(87.0)))
+    return zero_unless_positive(mul(exp_polynomial(r), simd.exp2_of_integer(n)), add(x, splat(87.0)))
 
 
 @jitable
 def exp_scalar(x):
     """Return e^x of a float32 scalar, with the same bits as the vector function `exp`."""
-    return extract_lane(exp(splat(x)), 0)
+    return simd.extract_lane(exp(splat(x)), 0)
 
 
 @jitable
@@ -75,7 +63,7 @@ def expm1(x):
     n = rint(mul(clamped, splat(1.4426950408889634)))
     r = fma(n, splat(-0.693145751953125), clamped)
     r = fma(n, splat(-1.4286068203094172e-06), r)
-    power = exp2_of_integer(n)
+    power = simd.exp2_of_integer(n)
     return fma(power, fma(mul(r, r), expm1_polynomial(r), r), add(power, splat(-1.0)))
 
 

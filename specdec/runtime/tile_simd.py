@@ -14,38 +14,15 @@ from numba.core import cgutils
 from numba.core.datamodel.manager import DataModelManager
 from numba.extending import models, register_model
 
+from specdec.runtime import simd
 from specdec.runtime.code_cache import CompiledFunction
-from specdec.runtime.simd import (
-    FEATURES,
-    I8,
-    I16,
-    I32,
-    I64,
-    IS_ARM64,
-    LANES,
-    PANEL_ROWS,
-    REGISTER_LANES,
-    Emitter,
-    StorageDtype,
-    VectorType,
-    call_llvm_intrinsic,
-    floats_like,
-    get_storage_dtype,
-    make_constant_vector,
-    make_token_intrinsic,
-    make_vector_op,
-    pack_vector,
-    shuffle,
-    split_vector,
-    widen_to_vector,
-    wrap_intrinsic,
-)
+from specdec.runtime.simd import I8, I16, I32, I64, VectorType, call_llvm_intrinsic, make_token_intrinsic, make_vector_op, shuffle
 
 
 class PointerType(types.Type):
     """numba's type of a pointer to stored numbers, from which `load_vector` reads `rows` numbers at a time."""
 
-    def __init__(self, storage: "StorageDtype", rows: int, lanes: int) -> None:
+    def __init__(self, storage: simd.StorageDtype, rows: int, lanes: int) -> None:
         """Create the type of pointers to numbers of a storage format, which are loaded into registers of `lanes` lanes."""
         lanes = min(rows, lanes)
         self.storage, self.vector = storage, VectorType(storage.loaded, lanes, rows // lanes)
@@ -72,11 +49,11 @@ shift_left = make_vector_op(2, lambda b, x, y: b.shl(x, y))
 shift_right = make_vector_op(2, lambda b, x, y: b.lshr(x, y))
 # a vector of int32 -> float32 with the same bits
 view_as_float = make_vector_op(
-    1, lambda b, x: b.bitcast(x, floats_like(x)), lambda words: VectorType(types.float32, words.lanes, words.n_parts)
+    1, lambda b, x: b.bitcast(x, simd.floats_like(x)), lambda words: VectorType(types.float32, words.lanes, words.n_parts)
 )
 # a vector of int32 -> float32
 to_float = make_vector_op(
-    1, lambda b, x: b.sitofp(x, floats_like(x)), lambda words: VectorType(types.float32, words.lanes, words.n_parts)
+    1, lambda b, x: b.sitofp(x, simd.floats_like(x)), lambda words: VectorType(types.float32, words.lanes, words.n_parts)
 )
 
 
@@ -86,10 +63,10 @@ def _emit_dot4(builder, acc, w, x):
     Bytes 0 and 2 of each lane come first, then 1 and 3, like x86's pmaddwd.
     """
     shorts = ir.VectorType(I16, 2 * acc.type.count)
-    eight = make_constant_vector(shorts, 8)
+    eight = simd.make_constant_vector(shorts, 8)
     w, x = builder.bitcast(w, shorts), builder.bitcast(x, shorts)
     for w_half, x_half in (
-        (builder.and_(w, make_constant_vector(shorts, 255)), builder.ashr(builder.shl(x, eight), eight)),
+        (builder.and_(w, simd.make_constant_vector(shorts, 255)), builder.ashr(builder.shl(x, eight), eight)),
         (builder.lshr(w, eight), builder.ashr(x, eight)),
     ):
         for odd in (0, 1):
@@ -125,7 +102,7 @@ def _emit_byte_pairs_avx2(builder, w, x):
 
 
 def _emit_add_pairs_avx2(builder, acc, shorts):
-    ones = make_constant_vector(shorts.type, 1)
+    ones = simd.make_constant_vector(shorts.type, 1)
     return builder.add(acc, call_llvm_intrinsic(builder, "llvm.x86.avx2.pmadd.wd", acc.type, shorts, ones))
 
 
@@ -180,7 +157,7 @@ class PairOps(NamedTuple):
     make_word_adder: Callable[[int], CompiledFunction]
 
 
-def make_pair_ops(multiply: Emitter, widen: Emitter, shorts_per_word: int) -> PairOps:
+def make_pair_ops(multiply: simd.Emitter, widen: simd.Emitter, shorts_per_word: int) -> PairOps:
     """Return the `PairOps` of an instruction set.
 
     Args:
@@ -220,10 +197,10 @@ def choose_lookup(features: Sequence[str], max_bytes: int = 64) -> Lookup:
         return "llvm.x86.avx2.pshuf.b", 32
     if "+ssse3" in features or "+avx" in features:
         return "llvm.x86.ssse3.pshuf.b.128", 16
-    return ("llvm.aarch64.neon.tbl1.v16i8" if IS_ARM64 else "", 64)
+    return ("llvm.aarch64.neon.tbl1.v16i8" if simd.IS_ARM64 else "", 64)
 
 
-HAS_BYTE_LOOKUP = bool(choose_lookup(FEATURES)[0])
+HAS_BYTE_LOOKUP = bool(choose_lookup(simd.FEATURES)[0])
 
 
 def interleave(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: Sequence[int]) -> ir.Value:
@@ -238,12 +215,12 @@ def emit_lookup(builder: ir.IRBuilder, table: ir.Value, codes: ir.Value, lookup:
         halves = [*range(n // 2)], [*range(n // 2, n)]
         first, last = (emit_lookup(builder, table, shuffle(builder, codes, lanes), lookup) for lanes in halves)
         return interleave(builder, first, last, range(n))
-    codes = builder.and_(codes, make_constant_vector(codes.type, TABLE_BYTES - 1))
+    codes = builder.and_(codes, simd.make_constant_vector(codes.type, TABLE_BYTES - 1))
     if name:
         return call_llvm_intrinsic(builder, name, codes.type, shuffle(builder, table, [i % TABLE_BYTES for i in range(n)]), codes)
     found = shuffle(builder, table, [0] * n)
     for i in range(1, TABLE_BYTES):
-        is_match = builder.icmp_unsigned("==", codes, make_constant_vector(codes.type, i))
+        is_match = builder.icmp_unsigned("==", codes, simd.make_constant_vector(codes.type, i))
         found = builder.select(is_match, shuffle(builder, table, [i] * n), found)
     return found
 
@@ -251,7 +228,7 @@ def emit_lookup(builder: ir.IRBuilder, table: ir.Value, codes: ir.Value, lookup:
 def emit_word_lookup(builder: ir.IRBuilder, words: ir.Value, table: ir.Value, lookup: Lookup | None = None) -> ir.Value:
     """Emit `emit_lookup` of the bytes of words in a table of 4 words; lookup: None chooses the one of this CPU."""
     codes = _cast_to_bytes(builder, words)
-    lookup = lookup or choose_lookup(FEATURES, codes.type.count)
+    lookup = lookup or choose_lookup(simd.FEATURES, codes.type.count)
     return builder.bitcast(emit_lookup(builder, _cast_to_bytes(builder, table), codes, lookup), words.type)
 
 
@@ -279,14 +256,16 @@ join_last_bytes = make_vector_op(2, functools.partial(_emit_joined_bytes, first=
 join_parts = make_token_intrinsic(
     2,
     lambda a, b: VectorType(a.dtype, a.lanes, a.n_parts + b.n_parts),
-    lambda builder, arg_types, a, b: pack_vector(builder, split_vector(builder, a) + split_vector(builder, b)),
+    lambda builder, arg_types, a, b: simd.pack_vector(builder, simd.split_vector(builder, a) + simd.split_vector(builder, b)),
 )
 
 
 # Pointers, for tiles: they are cheaper to pass than arrays
 
 
-def make_pointer_getter(storage: StorageDtype | None, rows: int = LANES, lanes: int = REGISTER_LANES) -> CompiledFunction:
+def make_pointer_getter(
+    storage: simd.StorageDtype | None, rows: int = simd.LANES, lanes: int = simd.REGISTER_LANES
+) -> CompiledFunction:
     """Return an intrinsic (array or pointer, index) -> pointer to an item; the index counts items of the array or pointer.
 
     Args:
@@ -296,7 +275,7 @@ def make_pointer_getter(storage: StorageDtype | None, rows: int = LANES, lanes: 
     """
 
     def typing_function(typingctx, source, index):
-        known = source.storage if isinstance(source, PointerType) else get_storage_dtype(source)
+        known = source.storage if isinstance(source, PointerType) else simd.get_storage_dtype(source)
         result = PointerType(storage or known, rows, lanes)
 
         def codegen(context, builder, signature, args):
@@ -309,7 +288,7 @@ def make_pointer_getter(storage: StorageDtype | None, rows: int = LANES, lanes: 
 
         return result(source, types.intp), codegen
 
-    return wrap_intrinsic(typing_function, 2)
+    return simd.wrap_intrinsic(typing_function, 2)
 
 
 # pointer -> bytes of an item
@@ -328,7 +307,7 @@ def make_row_splitter(n_tokens: int) -> CompiledFunction:
 
         return types.UniTuple(pointer, n_tokens)(pointer, types.intp), codegen
 
-    return wrap_intrinsic(typing_function, 2)
+    return simd.wrap_intrinsic(typing_function, 2)
 
 
 def _emit_vector_load(
@@ -341,7 +320,7 @@ def _emit_vector_load(
         at = builder.gep(pointer, [builder.add(index, I64(i * (step or vector.lanes)))])
         at = builder.bitcast(at, storage.vector(vector.lanes).as_pointer())
         parts.append(storage.widen(builder, builder.load(at, align=storage.item_bytes)))
-    return pack_vector(builder, parts)
+    return simd.pack_vector(builder, parts)
 
 
 def _emit_prefetch(builder, arg_types, pointer, offset, is_write=0, cache_level=2):
@@ -352,19 +331,19 @@ def _emit_prefetch(builder, arg_types, pointer, offset, is_write=0, cache_level=
 
 
 def _emit_vector_store(builder, arg_types, pointer, index, value):
-    for i, part in enumerate(split_vector(builder, value)):
+    for i, part in enumerate(simd.split_vector(builder, value)):
         at = builder.gep(pointer, [builder.add(index, I64(i * part.type.count))])
         builder.store(part, builder.bitcast(at, part.type.as_pointer()), align=arg_types[0].storage.item_bytes)
 
 
 def _emit_fill(builder, arg_types, pointer, number):
     vector_type = arg_types[0].vector
-    return pack_vector(builder, [widen_to_vector(builder, number, vector_type.part)] * vector_type.n_parts)
+    return simd.pack_vector(builder, [simd.widen_to_vector(builder, number, vector_type.part)] * vector_type.n_parts)
 
 
 def _emit_lane_sums(builder, arg_types, v):
     """Emit a vector of the sum of each of a power of two of parts; each sum is a tree that adds the halves of a part."""
-    vectors = split_vector(builder, v)
+    vectors = simd.split_vector(builder, v)
     n = vectors[0].type.count  # lanes per sum
     while n > 1:
         half, pairs = n // 2, [vectors[i : i + 2] for i in range(0, len(vectors), 2)]
@@ -383,7 +362,9 @@ def _emit_lane_sums(builder, arg_types, v):
 # (pointer, index) -> the vector of numbers from an index on
 load_vector = make_token_intrinsic(2, lambda pointer, index: pointer.vector, _emit_vector_load)
 # (pointer, index) -> a vector whose parts are from rows that are PANEL_ROWS numbers apart
-load_rows = make_token_intrinsic(2, lambda pointer, index: pointer.vector, functools.partial(_emit_vector_load, step=PANEL_ROWS))
+load_rows = make_token_intrinsic(
+    2, lambda pointer, index: pointer.vector, functools.partial(_emit_vector_load, step=simd.PANEL_ROWS)
+)
 # a vector of several parts -> a vector of the sum of each
 add_lanes = make_token_intrinsic(1, lambda v: VectorType(v.dtype, v.n_parts), _emit_lane_sums)
 # (pointer, index, vector, n_tokens): write a vector from an index on

@@ -394,7 +394,7 @@ def test_environment_variable_forces_the_portable_kernels():
     """On this CPU, and on x86 also on a simulated one without instructions for byte sums."""
     code = (
         "from specdec.quant.int8 import *; from specdec.quant.gguf_repacking import WEIGHT_FORMATS; "
-        "print(choose_dot4(CPU_FEATURES), DOT4_NAME, INT8 is PORTABLE_INT8, WEIGHT_FORMATS['Q4_0'].matmul.name)"
+        "print(choose_dot4(simd.CPU_FEATURES), DOT4_NAME, INT8 is PORTABLE_INT8, WEIGHT_FORMATS['Q4_0'].matmul.name)"
     )
     cpus = [{}, OLD_CPU] if "+avx" in FEATURES else [{}]
     for cpu, value in itertools.product(cpus, ("1", "0", "")):
