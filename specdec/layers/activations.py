@@ -9,39 +9,11 @@ import numpy as np
 
 from specdec.kernels import compute_norm_scale, get_chunk_rows, norm_row
 from specdec.runtime import simd
-from specdec.runtime.code_cache import inlined
+from specdec.runtime.code_cache import CompiledFunction, inlined
 from specdec.runtime.elementary import expm1, gelu_tanh, sigmoid, silu, softplus_scalar, tanh
-from specdec.runtime.op_program import Floats1, Floats2, Floats3, ForwardContext, Ints2, kernel
+from specdec.runtime.op_program import Floats1, Floats2, Floats3, ForwardContext, Ints2, Kernel, kernel
 from specdec.runtime.simd import LANES, PANEL_ROWS, add, fma, load, maximum, minimum, mul, splat, store
 from specdec.runtime.work_stealing import get_chunk_range
-
-
-@inlined
-def apply_gate(run, thread, hidden, up, per_token, activation):
-    """Compute the gated activation hidden[t] = activation(w1 x) * (w3 x) for each of T per_token rows.
-
-    up (T per_token, 2 F) holds panels of w1 x and w3 x, interleaved.
-    """
-    width = hidden.shape[2]
-    first, last = get_chunk_range(width // PANEL_ROWS, run.chunk, run.n_chunks)
-    for t in range(run.n_tokens * per_token):
-        for panel in range(first, last):
-            for i in range(0, PANEL_ROWS, LANES):
-                at = t * up.shape[1] + 2 * panel * PANEL_ROWS + i
-                gated = mul(activation(load(up, at)), load(up, at + PANEL_ROWS))
-                store(hidden, t * width + panel * PANEL_ROWS + i, gated)
-
-
-@kernel
-def swiglu(run: ForwardContext, thread: int, hidden: Floats3, up: Floats2, per_token: int) -> None:
-    """Compute SwiGLU, hidden[t] = silu(w1 x) * (w3 x), with up as in `apply_gate` (Shazeer 2020, arXiv:2002.05202)."""
-    apply_gate(run, thread, hidden, up, per_token, silu)
-
-
-@kernel
-def geglu(run: ForwardContext, thread: int, hidden: Floats3, up: Floats2, per_token: int) -> None:
-    """Compute GEGLU, hidden[t] = gelu(w1 x) * (w3 x), with up as in `apply_gate` (Shazeer 2020, arXiv:2002.05202)."""
-    apply_gate(run, thread, hidden, up, per_token, gelu_tanh)
 
 
 @inlined
@@ -51,32 +23,31 @@ def square_relu(v):
     return mul(positive, positive)
 
 
-@inlined
-def apply_activation(run, thread, hidden, up, per_token, activation):
-    """Compute hidden[t] = activation(w1 x), without a gate, for each of T per_token rows; up (T per_token, F)."""
-    width = hidden.shape[2]
-    first, last = get_chunk_range(width // PANEL_ROWS, run.chunk, run.n_chunks)
-    for t in range(run.n_tokens * per_token):
-        for i in range(first * PANEL_ROWS, last * PANEL_ROWS, LANES):
-            store(hidden, t * width + i, activation(load(up, t * up.shape[1] + i)))
+def _make_activation(name: str, activation: CompiledFunction, is_gated: bool) -> Kernel:
+    """Return the kernel `name`: hidden[t] = activation(w1 x), times w3 x if is_gated, for each of T per_token rows.
+
+    up (T per_token, F) holds w1 x; with a gate, up (T per_token, 2 F) holds panels of w1 x and w3 x, interleaved.
+    """
+
+    def activate(run: ForwardContext, thread: int, hidden: Floats3, up: Floats2, per_token: int) -> None:
+        width = hidden.shape[2]
+        first, last = get_chunk_range(width // PANEL_ROWS, run.chunk, run.n_chunks)
+        for t in range(run.n_tokens * per_token):
+            for i in range(first * PANEL_ROWS, last * PANEL_ROWS, LANES):
+                at = t * up.shape[1] + i + (i // PANEL_ROWS * PANEL_ROWS if is_gated else 0)
+                activated = activation(load(up, at))
+                if is_gated:
+                    activated = mul(activated, load(up, at + PANEL_ROWS))
+                store(hidden, t * width + i, activated)
+
+    return Kernel(activate).register(name)
 
 
-@kernel
-def gelu(run: ForwardContext, thread: int, hidden: Floats3, up: Floats2, per_token: int) -> None:
-    """Compute hidden[t] = GELU of w1 x (tanh approximation), without a gate."""
-    apply_activation(run, thread, hidden, up, per_token, gelu_tanh)
-
-
-@kernel
-def relu2(run: ForwardContext, thread: int, hidden: Floats3, up: Floats2, per_token: int) -> None:
-    """Compute hidden[t] = max(w1 x, 0)^2, without a gate (So et al. 2021, arXiv:2109.08668)."""
-    apply_activation(run, thread, hidden, up, per_token, square_relu)
-
-
-@kernel
-def gated_relu2(run: ForwardContext, thread: int, hidden: Floats3, up: Floats2, per_token: int) -> None:
-    """Compute hidden[t] = max(w1 x, 0)^2 * (w3 x), with up as in `apply_gate`."""
-    apply_gate(run, thread, hidden, up, per_token, square_relu)
+swiglu = _make_activation("swiglu", silu, is_gated=True)  # Shazeer 2020, arXiv:2002.05202
+geglu = _make_activation("geglu", gelu_tanh, is_gated=True)  # Shazeer 2020
+gelu = _make_activation("gelu", gelu_tanh, is_gated=False)
+relu2 = _make_activation("relu2", square_relu, is_gated=False)  # So et al. 2021, arXiv:2109.08668
+gated_relu2 = _make_activation("gated_relu2", square_relu, is_gated=True)
 
 
 @kernel
