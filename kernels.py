@@ -102,7 +102,7 @@ def elementwise_cases(s: Sizes) -> Iterator[Case]:
     yield Case("layer_norm", kernels.layer_norm(out, pad(x[None]), pad(weight), pad(bias), n, EPS, 0), out[0, :, :n], expected,
                n_bytes=2 * x.nbytes, n_threads=1)  # fmt: skip
     out = pad(x)
-    yield Case("add_norm", kernels.add_norm(out, pad(branch), pad(weight), n, EPS, 0.5), out[:, :n],
+    yield Case("add_norm", kernels.add_norm(out, pad(branch), pad(weight), n, EPS, 0.5, True), out[:, :n],
                0.5 * (wide + rms_norm(branch[0], weight)), n_bytes=3 * x.nbytes)  # fmt: skip
     out = pad(x)
     yield Case("add_bias", kernels.add_bias(out, pad(bias), 1), out[:, :n], wide + bias, n_bytes=2 * x.nbytes)

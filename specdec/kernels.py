@@ -22,29 +22,11 @@ from typing import NamedTuple
 import numpy as np
 
 from specdec.quant.matmul import PREFETCH_WORDS, Panels, Rows, multiply_stored_panels, point_by_dtype, point_to_floats
+from specdec.runtime import simd
 from specdec.runtime.code_cache import compiled, inlined, jitable
 from specdec.runtime.elementary import exp, sincos, tanh
 from specdec.runtime.op_program import Floats1, Floats2, Floats3, Floats4, ForwardContext, Halves4, Ints1, Ints2, Kernel, kernel
-from specdec.runtime.simd import (  # fmt: skip
-    LANES,
-    MAX_TILE_TOKENS,
-    PANEL_ROWS,
-    add,
-    ceil_div,
-    extract_lane,
-    fma,
-    load,
-    load_item,
-    maximum,
-    mul,
-    reduce_add,
-    reduce_max,
-    splat,
-    sqrt,
-    store,
-    store_item,
-    swap_pairs,
-)
+from specdec.runtime.simd import LANES, MAX_TILE_TOKENS, PANEL_ROWS, add, fma, load, maximum, mul, splat, sqrt, store
 from specdec.runtime.work_stealing import get_chunk_range
 
 MAX_BATCH_TOKENS = 64  # tokens of one forward pass; longer prompts take several passes
@@ -67,9 +49,9 @@ def sum_squares(x, start, n):
     for i in range(start, start + whole, LANES):
         v = load(x, i)
         squares = fma(v, v, squares)
-    total = reduce_add(squares)
+    total = simd.reduce_add(squares)
     for i in range(start + whole, start + n):
-        total += load_item(x, i) * load_item(x, i)
+        total += simd.load_item(x, i) * simd.load_item(x, i)
     return total
 
 
@@ -89,7 +71,7 @@ def norm_row(out, to, x, at, weight, weight_at, n, eps):
     for k in range(0, whole, LANES):
         store(out, to + k, mul(load(weight, weight_at + k), mul(load(x, at + k), splat(scale))))
     for k in range(whole, n):
-        store_item(out, to + k, load_item(weight, weight_at + k) * (load_item(x, at + k) * scale))
+        simd.store_item(out, to + k, simd.load_item(weight, weight_at + k) * (simd.load_item(x, at + k) * scale))
 
 
 class RMSNormArgs(NamedTuple):
@@ -133,21 +115,38 @@ def rms_norm(run: ForwardContext, thread: int, p: RMSNormArgs) -> None:
             store(out, target + i, mul(load(weight, i), mul(load(x, row + i), scale)))
 
 
-@kernel
-def add_norm(
-    run: ForwardContext, thread: int, x: Floats2, branch: Floats3, weight: Floats1, dim: int, eps: float, factor: float
-) -> None:
-    """x[t] = factor (x[t] + rms_norm(branch[t])) for the panels of this chunk.
+class AddNormArgs(NamedTuple):
+    """Arguments of `add_norm`; see `RMSNormArgs`.
 
-    branch (1, T, D padded) is complete when this phase starts.
+    Attributes:
+        x: Residual stream (T, D padded).
+        branch: Output of a branch (1, T, D padded), complete when this phase starts.
+        factor: Factor of the sum.
+        adds: 1: add to x; 0: replace x.
     """
+
+    x: Floats2
+    branch: Floats3
+    weight: Floats1
+    dim: int
+    eps: float
+    factor: float
+    adds: int
+
+
+@kernel
+def add_norm(run: ForwardContext, thread: int, p: AddNormArgs) -> None:
+    """x[t] = factor (x[t] + rms_norm(branch[t])) for the panels of this chunk, without x[t] if adds is 0."""
+    x, branch, weight, dim, eps, factor, adds = p
     width = x.shape[1]
     first, last = get_chunk_range(width // PANEL_ROWS, run.chunk, run.n_chunks)
     for t in range(run.n_tokens):
         scale = splat(compute_norm_scale(branch, t * width, width, dim, eps))
         for i in range(first * PANEL_ROWS, last * PANEL_ROWS, LANES):
             at = t * width + i
-            store(x, at, mul(splat(factor), fma(load(weight, i), mul(load(branch, at), scale), load(x, at))))
+            normed = mul(load(branch, at), scale)
+            total = fma(load(weight, i), normed, load(x, at)) if adds else mul(load(weight, i), normed)
+            store(x, at, mul(splat(factor), total))
 
 
 class LayerNormArgs(NamedTuple):
@@ -175,7 +174,7 @@ def layer_norm(run: ForwardContext, thread: int, p: LayerNormArgs) -> None:
         sums = splat(0.0)
         for i in range(0, width, LANES):
             sums = add(load(x, row + i), sums)
-        minus_mean = splat(-reduce_add(sums) / np.float32(dim))
+        minus_mean = splat(-simd.reduce_add(sums) / np.float32(dim))
         for i in range(0, width, LANES):
             store(out, target + i, add(load(x, row + i), minus_mean))
         out[thread, t, dim:] = 0.0  # the padding must not count in the variance
@@ -372,7 +371,7 @@ def rope(run: ForwardContext, thread: int, p: RopeArgs) -> None:
         for row in range(first, last, LANES):
             at = t * x.shape[1] + base + row
             v = load(x, at)
-            store(x, at, fma(swap_pairs(v), load(sin, angles + k), mul(v, load(cos, angles + k))))
+            store(x, at, fma(simd.swap_pairs(v), load(sin, angles + k), mul(v, load(cos, angles + k))))
             k += LANES
             while k >= head_dim:
                 k -= head_dim
@@ -395,7 +394,7 @@ def store_keys_f32(run: ForwardContext, thread: int, keys: Floats4, scales: Floa
             block, lane = divmod(run.pos + t, PANEL_ROWS)
             at = (head * keys.shape[1] + block) * head_dim * PANEL_ROWS + lane
             for k in range(max(first - row, 0), min(last - row, head_dim)):
-                store_item(keys, at + k * PANEL_ROWS, x[t, base + row + k])
+                simd.store_item(keys, at + k * PANEL_ROWS, x[t, base + row + k])
 
 
 @kernel
@@ -412,7 +411,7 @@ def store_values_f32(
         panel, lane = divmod(k, PANEL_ROWS)
         at = ((head * values.shape[1] + panel) * values.shape[2] + run.pos) * PANEL_ROWS + lane
         for t in range(run.n_tokens):
-            store_item(values, at + t * PANEL_ROWS, x[t, base + row])
+            simd.store_item(values, at + t * PANEL_ROWS, x[t, base + row])
 
 
 @jitable
@@ -431,14 +430,14 @@ def softmax(scores, row, start, end, scale, sink):
     top = splat(sink)
     for s in range(first, last, LANES):
         top = maximum(load(scores, base + s), top)
-    minus_top = splat(-reduce_max(top))
+    minus_top = splat(-simd.reduce_max(top))
     total = splat(0.0)
     for s in range(first, last, LANES):
         e = exp(mul(splat(scale), add(load(scores, base + s), minus_top)))
         store(scores, base + s, e)
         total = add(total, e)
-    sink_weight = extract_lane(exp(mul(splat(scale), add(splat(sink), minus_top))), 0)
-    inverse = splat(np.float32(1.0) / (reduce_add(total) + sink_weight))
+    sink_weight = simd.extract_lane(exp(mul(splat(scale), add(splat(sink), minus_top))), 0)
+    inverse = splat(np.float32(1.0) / (simd.reduce_add(total) + sink_weight))
     for s in range(first, last, LANES):
         store(scores, base + s, mul(load(scores, base + s), inverse))
 
@@ -674,13 +673,13 @@ def attend_in_tiles(attend, run, thread, p, kv_heads):
     length = n_sharing if along_heads else run.n_tokens
     first, last = get_chunk_range(run.n_tokens * p.n_heads, run.chunk, run.n_chunks)
     if run.n_chunks > run.n_threads:  # chunk boundaries fall between query tiles
-        per_line = ceil_div(length, MAX_TILE_TOKENS)
+        per_line = simd.ceil_div(length, MAX_TILE_TOKENS)
         begin, end = get_chunk_range(run.n_tokens * p.n_heads // length * per_line, run.chunk, run.n_chunks)
         first, last = begin * length // per_line, end * length // per_line
-    for line in range(first // length, ceil_div(last, length)):
+    for line in range(first // length, simd.ceil_div(last, length)):
         begin, end = max(first - line * length, 0), min(last - line * length, length)
         token, head = (line // kv_heads, line % kv_heads * n_sharing) if along_heads else (0, line)
-        n_tiles = ceil_div(end - begin, MAX_TILE_TOKENS)
+        n_tiles = simd.ceil_div(end - begin, MAX_TILE_TOKENS)
         for tile in range(n_tiles):
             start, stop = get_chunk_range(end - begin, tile, n_tiles)
             at = begin + start

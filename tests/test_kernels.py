@@ -10,7 +10,7 @@ import pytest
 
 from specdec.bench.peak_arithmetic import make_chains_kernel
 from specdec.kernels import add_norm, head_norm, layer_norm
-from specdec.layers.activations import add_parallel_branches, geglu, gelu, softcap, swiglu, xielu
+from specdec.layers.activations import geglu, gelu, softcap, swiglu, xielu
 from specdec.quant import FP32
 from specdec.quant.dot4 import DOT4_BY_NAME, keep_words
 from specdec.quant.int8 import DOT4_NAME
@@ -84,7 +84,7 @@ def test_add_norm_does_not_depend_on_threads(dim):
     expected = x[:, :dim] + reference.rms_norm(branch[0, :, :dim].astype(np.float64), weight[:dim], 1e-6)
     for n_threads, factor in itertools.product(THREAD_COUNTS, (1.0, 0.75)):
         out = x.copy()
-        run(add_norm(out, branch, weight, dim, 1e-6, factor), 3, n_threads)
+        run(add_norm(out, branch, weight, dim, 1e-6, factor, True), 3, n_threads)
         np.testing.assert_allclose(out[:, :dim], factor * expected, rtol=0, atol=2e-6)
         assert (out[:, dim:] == 0).all()
 
@@ -101,8 +101,10 @@ def test_parallel_branches_are_normed_added_and_normed_again(dim):
     ]
     expected = 0.75 * (x[:, :dim] + reference.rms_norm(sum(normed), weights[2, :dim], 1e-6))
     for n_threads in THREAD_COUNTS:
-        out, scratch = x.copy(), zeros(max(THREAD_COUNTS), 3, width)
-        run(add_parallel_branches(out, a, b, scratch, *weights, dim, 1e-6, 0.75), 3, n_threads)
+        out, branch_sum = x.copy(), zeros(1, 3, width)
+        run(add_norm(branch_sum[0], a, weights[0], dim, 1e-6, 1.0, False), 3, n_threads)
+        run(add_norm(branch_sum[0], b, weights[1], dim, 1e-6, 1.0, True), 3, n_threads)
+        run(add_norm(out, branch_sum, weights[2], dim, 1e-6, 0.75, True), 3, n_threads)
         np.testing.assert_allclose(out[:, :dim], expected, rtol=0, atol=4e-6)
         assert (out[:, dim:] == 0).all()
 

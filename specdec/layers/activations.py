@@ -3,11 +3,9 @@
 Shapes: T tokens of this pass, D dim, F hidden dim, E experts, G groups of a row.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 
-from specdec.kernels import compute_norm_scale, get_chunk_rows, norm_row
+from specdec.kernels import get_chunk_rows, norm_row
 from specdec.runtime import simd
 from specdec.runtime.code_cache import CompiledFunction, inlined
 from specdec.runtime.elementary import expm1, gelu_tanh, sigmoid, silu, softplus_scalar, tanh
@@ -189,49 +187,6 @@ def gate_per_layer_inputs(
             store(out, t * out.shape[2] + k, gated)
         for k in range(whole, end):
             out[0, t, k] = simd.extract_lane(gelu_tanh(splat(gates[t, k])), 0) * inputs[t, base + k]
-
-
-class ParallelBranchesArgs(NamedTuple):
-    """Arguments of the kernel `add_parallel_branches`.
-
-    x (T, D padded): residual stream. a, b (1, T, D padded): outputs of the two branches. out (threads, T, D padded): scratch.
-    weight_a, weight_b, weight: norm weights of a, of b and of their sum.
-    """
-
-    x: Floats2
-    a: Floats3
-    b: Floats3
-    out: Floats3
-    weight_a: Floats1
-    weight_b: Floats1
-    weight: Floats1
-    dim: int
-    eps: float
-    factor: float
-
-
-@kernel
-def add_parallel_branches(run: ForwardContext, thread: int, p: ParallelBranchesArgs) -> None:
-    """Compute x[t] = factor (x[t] + rms_norm(rms_norm(a[t]) + rms_norm(b[t]))), for this chunk's columns.
-
-    Each thread computes the sum of the two branches once per phase and keeps it in out.
-    """
-    width = p.x.shape[1]
-    if run.is_first_chunk != 0:
-        for t in range(run.n_tokens):
-            row, target = t * width, (thread * p.out.shape[1] + t) * width
-            scale_a = splat(compute_norm_scale(p.a, row, width, p.dim, p.eps))
-            scale_b = splat(compute_norm_scale(p.b, row, width, p.dim, p.eps))
-            for i in range(0, width, LANES):
-                first = mul(load(p.weight_a, i), mul(load(p.a, row + i), scale_a))
-                store(p.out, target + i, fma(load(p.weight_b, i), mul(load(p.b, row + i), scale_b), first))
-    first, last = get_chunk_range(width // PANEL_ROWS, run.chunk, run.n_chunks)
-    for t in range(run.n_tokens):
-        row, source = t * width, (thread * p.out.shape[1] + t) * width
-        scale = splat(compute_norm_scale(p.out, source, width, p.dim, p.eps))
-        for i in range(first * PANEL_ROWS, last * PANEL_ROWS, LANES):
-            normed = fma(load(p.weight, i), mul(load(p.out, source + i), scale), load(p.x, row + i))
-            store(p.x, row + i, mul(splat(p.factor), normed))
 
 
 @kernel

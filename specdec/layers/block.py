@@ -124,7 +124,7 @@ class Block(ABC):
         eps = self.config.norm_eps if self.config.post_norm_eps is None else self.config.post_norm_eps
         return [
             [self.matrix(matrix).matmul(branch[0], source, b.scratch), *self.make_bias_ops(branch[0], bias)],
-            [add_norm(b.x[0], branch, weight, self.config.dim, eps, factor)],
+            [add_norm(b.x[0], branch, weight, self.config.dim, eps, factor, True)],
         ]
 
     def add_normed_residual(self, matrix: str, source: Float32, name: str, dim: int) -> Program:

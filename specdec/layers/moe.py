@@ -20,8 +20,8 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from specdec.kernels import MAX_BATCH_TOKENS, add_bias, rms_norm
-from specdec.layers.activations import add_parallel_branches, add_slot_bias, clamped_swiglu, gate_tokens
+from specdec.kernels import MAX_BATCH_TOKENS, add_bias, add_norm, rms_norm
+from specdec.layers.activations import add_slot_bias, clamped_swiglu, gate_tokens
 from specdec.layers.block import Block, norm_shapes
 from specdec.layers.buffers import pad
 from specdec.layers.mlp import MLP, activate, is_gated
@@ -202,9 +202,8 @@ class ParallelMoE(MoE):
         experts = new.rows(width, 1)
         router_ops, expert_ops, sum_ops = self.make_expert_ops(experts_input, routed, before, experts[0])
         up, hidden = self.make_rows("up"), new.rows(pad(config.hidden_dim), 1)
-        norms = (self.vector(name) for name in ("rms_mlp_out", "rms_experts_out", "rms_ffn_out"))
         factor = self.get_layer_scale(not config.per_layer_inputs)
-        branch, branch_sum = new.rows(width, 1), new.rows(width, b.sizes.n_threads)
+        branch, branch_sum = new.rows(width, 1), new.rows(width, 1)
         return [
             [
                 self.norm(),
@@ -215,7 +214,11 @@ class ParallelMoE(MoE):
             ],
             [self.matrix("down").matmul(branch[0], hidden, self.make_scratch("down")), *expert_ops],
             sum_ops,
-            [add_parallel_branches(b.x[0], branch, experts, branch_sum, *norms, dim, eps, factor)],
+            [
+                add_norm(branch_sum[0], branch, self.vector("rms_mlp_out"), dim, eps, 1.0, False),
+                add_norm(branch_sum[0], experts, self.vector("rms_experts_out"), dim, eps, 1.0, True),
+            ],
+            [add_norm(b.x[0], branch_sum, self.vector("rms_ffn_out"), dim, eps, factor, True)],
         ]
 
 
