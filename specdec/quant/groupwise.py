@@ -346,39 +346,28 @@ def make_param_reader(layout: GroupLayout, rows: int, lanes: int) -> CompiledFun
     )
     factors_offset, to_minimum = layout.factors_offset, (layout.n_params - 1) * PANEL_FP16_WORDS
     to_minimum_factors = (layout.n_params - 1) * layout.n_groups * PANEL_BYTE_WORDS
+    has_byte_scales, has_factors, has_nibble_factors = layout.has_byte_scales, layout.n_groups > 1, layout.has_nibble_factors
     scale_shift = layout.scale_shift
 
     @jitable
-    def get_halves_of_rows(block, first_row, g):
-        scales = tile_simd.load_vector(get_halves(block, 0), first_row)
-        return scales, tile_simd.load_vector(get_halves(block, to_minimum), first_row)
-
-    @jitable
-    def get_byte_scales(block, first_row, g):
-        scale_bytes = tile_simd.load_vector(get_bytes(block, factors_offset + g * PANEL_BYTE_WORDS), first_row)
-        scales = tile_simd.view_as_float(tile_simd.shift_left(scale_bytes, scale_shift))
-        return scales, scales
-
-    @jitable
-    def get_products(block, first_row, g):
-        scales, minima = get_halves_of_rows(block, first_row, g)
+    def get_params(block, first_row, g):
         at = factors_offset + g * PANEL_BYTE_WORDS
-        minimum_factors = tile_simd.load_vector(get_codes(block, at + to_minimum_factors), first_row)
-        return mul(scales, tile_simd.load_vector(get_codes(block, at), first_row)), mul(minima, minimum_factors)
+        if has_byte_scales:
+            scale_bytes = tile_simd.load_vector(get_bytes(block, at), first_row)
+            scales = tile_simd.view_as_float(tile_simd.shift_left(scale_bytes, scale_shift))
+            return scales, scales
+        scales = tile_simd.load_vector(get_halves(block, 0), first_row)
+        minima = tile_simd.load_vector(get_halves(block, to_minimum), first_row)
+        if has_nibble_factors:
+            factors = tile_simd.load_vector(get_bytes(block, at), first_row)
+            scales = mul(scales, tile_simd.to_float(tile_simd.bit_and(factors, 15)))
+            minima = mul(minima, tile_simd.to_float(tile_simd.shift_right(factors, 4)))
+        elif has_factors:
+            scales = mul(scales, tile_simd.load_vector(get_codes(block, at), first_row))
+            minima = mul(minima, tile_simd.load_vector(get_codes(block, at + to_minimum_factors), first_row))
+        return scales, minima
 
-    @jitable
-    def get_nibble_products(block, first_row, g):
-        scales, minima = get_halves_of_rows(block, first_row, g)
-        factors = tile_simd.load_vector(get_bytes(block, factors_offset + g * PANEL_BYTE_WORDS), first_row)
-        scale_factors = tile_simd.to_float(tile_simd.bit_and(factors, 15))
-        minimum_factors = tile_simd.to_float(tile_simd.shift_right(factors, 4))
-        return mul(scales, scale_factors), mul(minima, minimum_factors)
-
-    if layout.has_byte_scales:
-        return get_byte_scales
-    if layout.n_groups == 1:
-        return get_halves_of_rows
-    return get_nibble_products if layout.has_nibble_factors else get_products
+    return get_params
 
 
 def make_group_tile(layout: GroupLayout, dot: Dot4, shape: TileShape) -> Callable[..., None]:
