@@ -42,41 +42,37 @@ def encode_q8(x, factor):
     return np.int8(v + np.float32(0.5)) if v >= np.float32(0.0) else np.int8(v - np.float32(0.5))
 
 
-@kernel
-def store_keys_q8(run: ForwardContext, thread: int, keys: Bytes4, scales: Floats2, x: Floats2, unit: int, base: int) -> None:
-    """Quantize a pass's keys, the columns of x from `base` on, into the cache `keys` (G, S / R, K, R) with their scales.
+@inlined
+def store_q8(run, cache, scales, x, unit, base, head_dim, are_keys):
+    """Quantize a pass's keys or values, the columns of x from `base` on, into `cache` with their scales.
 
     Tokens get the slots from pos on. A chunk stores whole heads: those that its share of the preceding matmul wrote.
     """
-    head_dim = keys.shape[2]
-    first, last = get_chunk_rows(run, x.shape[1], unit, base, keys.shape[0] * head_dim)
+    first, last = get_chunk_rows(run, x.shape[1], unit, base, cache.shape[0] * head_dim)
     for row in range(first, last, head_dim):
         head = row // head_dim
         for t in range(run.n_tokens):
+            slot = run.pos + t
             scale, factor = compute_scale(x, t, base + row, head_dim)
-            scales[head, run.pos + t] = scale
-            panel, lane = divmod(run.pos + t, PANEL_ROWS)
+            scales[head, slot] = scale
             for k in range(head_dim):
-                keys[head, panel, k, lane] = encode_q8(x[t, base + row + k], factor)
+                panel_row, column = (slot, k) if are_keys else (k, slot)
+                panel, lane = divmod(panel_row, PANEL_ROWS)
+                cache[head, panel, column, lane] = encode_q8(x[t, base + row + k], factor)
+
+
+@kernel
+def store_keys_q8(run: ForwardContext, thread: int, keys: Bytes4, scales: Floats2, x: Floats2, unit: int, base: int) -> None:
+    """Store keys as codes (G, S / R, K, R); see `store_q8`."""
+    store_q8(run, keys, scales, x, unit, base, keys.shape[2], True)
 
 
 @kernel
 def store_values_q8(
     run: ForwardContext, thread: int, values: Bytes4, scales: Floats2, x: Floats2, unit: int, base: int, head_dim: int
 ) -> None:
-    """Quantize a pass's values, the columns of x from `base` on, into the cache `values` (G, K / R, S, R) with their scales.
-
-    Tokens get the slots from pos on. A chunk stores whole heads: those that its share of the preceding matmul wrote.
-    """
-    first, last = get_chunk_rows(run, x.shape[1], unit, base, values.shape[0] * head_dim)
-    for row in range(first, last, head_dim):
-        head = row // head_dim
-        for t in range(run.n_tokens):
-            scale, factor = compute_scale(x, t, base + row, head_dim)
-            scales[head, run.pos + t] = scale
-            for k in range(head_dim):
-                panel, lane = divmod(k, PANEL_ROWS)
-                values[head, panel, run.pos + t, lane] = encode_q8(x[t, base + row + k], factor)
+    """Store values as codes (G, K / R, S, R); see `store_q8`."""
+    store_q8(run, values, scales, x, unit, base, head_dim, False)
 
 
 attention_q8 = attention_f32.specialize("attention_q8", __name__, keys=Bytes4, values=Bytes4)
