@@ -67,11 +67,7 @@ class DeltaNet(Block):
         arrays = values, projected, *scan, scratch, draft_state, self.vector("rates"), self.vector("delta_norm")
         op = delta_net(*arrays, self.config.norm_eps, d.value_head_dim, d.key_head_dim, d.n_key_heads, d.tiled_heads)
         return [
-            [
-                *before,
-                *self.matmul("in", projected, source),
-                convolve(projected, 1, 0, inputs, self.vector("conv"), NO_VECTOR),
-            ],
+            [*before, *self.matmul("in", projected, source), convolve(projected, 1, 0, inputs, self.vector("conv"), NO_VECTOR)],
             [op._replace(bytes_per_token=scan.states.nbytes)],
             *self.add_residual("wo", values),
         ]

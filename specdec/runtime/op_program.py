@@ -374,10 +374,8 @@ class Executor:
             phase_bytes = sum(op.bytes_per_token for op in phase), sum(op.bytes_per_slot for op in phase)
             self.ops[end - len(phase), [N_OPS_WORD, TOKEN_BYTES_WORD, SLOT_BYTES_WORD]] = len(phase), *phase_bytes
         self._references: list[object] = [op.kernel for op in ops]  # keeps alive what ops refer to by address
-        sequence_map, token_map = (
-            _AddressMap([(array, i + 1) for i, array in enumerate(sequence_arrays)]),
-            _AddressMap(token_arrays),
-        )
+        sequence_map = _AddressMap([(array, i + 1) for i, array in enumerate(sequence_arrays)])
+        token_map = _AddressMap(token_arrays)
         sequence_ops = dict[int, list[int]]()
         for i, (words, op) in enumerate(zip(self.ops, ops, strict=True)):
             encoded = [

@@ -117,7 +117,8 @@ def make_intrinsic(return_type, *parameter_types, emit):
             if parameter_types[0] is None:
 
                 def get_pointer(item, pointee):
-                    start = get_element_pointer(context, builder, signature.args[0], args[0], ir.Constant(I64, 0), item)
+                    data = cgutils.create_struct_proxy(signature.args[0])(context, builder, args[0]).data
+                    start = builder.bitcast(data, item.as_pointer())
                     return builder.bitcast(builder.gep(start, [args[1]]), pointee.as_pointer())
 
                 values[:2] = get_storage_dtype(signature.args[0]), get_pointer
@@ -358,12 +359,6 @@ splat = make_intrinsic(vector, types.float32, emit=lambda b, scalar: broadcast(b
 sqrt = make_intrinsic(types.float32, types.float32, emit=lambda b, x: call_llvm_intrinsic(b, "llvm.sqrt.f32", F32, x))
 # (vector, i) -> the float in lane i
 extract_lane = make_intrinsic(types.float32, vector, types.intp, emit=lambda b, v, i: b.extract_element(v, i))
-
-
-def get_element_pointer(context, builder, array_type, array, index, pointee):
-    """Emit a pointer to the item of a numba array at a flat index, as a pointer to the LLVM type `pointee`."""
-    data = cgutils.create_struct_proxy(array_type)(context, builder, array).data
-    return builder.bitcast(builder.gep(data, [index]), pointee.as_pointer())
 
 
 class StorageDtype(NamedTuple):
