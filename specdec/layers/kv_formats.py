@@ -11,7 +11,7 @@ import numpy as np
 from specdec import kernels
 from specdec.kernels import KVFormat, attention_f32, get_chunk_rows
 from specdec.runtime.code_cache import inlined
-from specdec.runtime.op_program import Bytes4, Floats2, ForwardContext, kernel
+from specdec.runtime.op_program import Codes4, Floats2, ForwardContext, kernel
 from specdec.runtime.simd import PANEL_ROWS
 
 MAX_CODE = 127.0  # largest magnitude of a code
@@ -62,20 +62,20 @@ def store_q8(run, cache, scales, x, unit, base, head_dim, are_keys):
 
 
 @kernel
-def store_keys_q8(run: ForwardContext, thread: int, keys: Bytes4, scales: Floats2, x: Floats2, unit: int, base: int) -> None:
+def store_keys_q8(run: ForwardContext, thread: int, keys: Codes4, scales: Floats2, x: Floats2, unit: int, base: int) -> None:
     """Store keys as codes (G, S / R, K, R); see `store_q8`."""
     store_q8(run, keys, scales, x, unit, base, keys.shape[2], True)
 
 
 @kernel
 def store_values_q8(
-    run: ForwardContext, thread: int, values: Bytes4, scales: Floats2, x: Floats2, unit: int, base: int, head_dim: int
+    run: ForwardContext, thread: int, values: Codes4, scales: Floats2, x: Floats2, unit: int, base: int, head_dim: int
 ) -> None:
     """Store values as codes (G, K / R, S, R); see `store_q8`."""
     store_q8(run, values, scales, x, unit, base, head_dim, False)
 
 
-attention_q8 = attention_f32.specialize("attention_q8", __name__, keys=Bytes4, values=Bytes4)
+attention_q8 = attention_f32.specialize("attention_q8", __name__, keys=Codes4, values=Codes4)
 KV_FORMATS = {
     "f32": KVFormat(np.float32, kernels.store_keys_f32, kernels.store_values_f32, attention_f32),
     "f16": KVFormat(np.uint16, kernels.store_keys_f16, kernels.store_values_f16, kernels.attention_f16),

@@ -16,7 +16,7 @@ from specdec.layers.kv_formats import compute_scale, encode_q8
 from specdec.quant.matmul import Rows, Tile, TileShape, point_by_dtype, point_to_floats
 from specdec.runtime import tile_simd
 from specdec.runtime.code_cache import CompiledFunction, jitable
-from specdec.runtime.op_program import Bytes4, Floats2, Floats3, Floats4, ForwardContext, Halves4, Ints1, Ints2, Kernel, kernel
+from specdec.runtime.op_program import Codes4, Floats2, Floats3, Floats4, ForwardContext, Halves4, Ints1, Ints2, Kernel, kernel
 from specdec.runtime.simd import FP32_STORAGE, HAS_AVX512, LANES, PANEL_ROWS, ceil_div, fma, load, round_up, store
 from specdec.runtime.work_stealing import get_chunk_range
 
@@ -83,7 +83,7 @@ def store_latent_f32(run: ForwardContext, thread: int, p: StoreLatentArgs) -> No
                 store(p.values, at + i, load(p.latent, t * p.latent.shape[1] + panel * PANEL_ROWS + i))
 
 
-@partial(Kernel, values=Bytes4)
+@partial(Kernel, values=Codes4)
 def store_latent_q8(run: ForwardContext, thread: int, p: StoreLatentArgs) -> None:
     """Compute the latent vectors and rotated keys of this chunk's tokens, and write their int8 codes and scales to the cache.
 
@@ -278,5 +278,5 @@ STORE_LATENT: dict[type, Kernel] = {
 LATENT_ATTENTION: dict[type, Kernel] = {
     np.float32: latent_attention_f32,
     np.uint16: latent_attention_f32.specialize("latent_attention_f16", keys=Halves4, values=Halves4),
-    np.int8: latent_attention_f32.specialize("latent_attention_q8", keys=Bytes4, values=Bytes4),
+    np.int8: latent_attention_f32.specialize("latent_attention_q8", keys=Codes4, values=Codes4),
 }

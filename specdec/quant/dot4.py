@@ -1,6 +1,6 @@
 """Products of four bytes: the instruction of each kind of CPU that adds them to an int32 sum, exactly.
 
-Weights w are unsigned bytes, activations x are signed and at least -127; a word of a vector holds 4 of them. Without an
+Weights w are stored as unsigned bytes, activations x are signed and at least -127; a word of a vector holds 4 of them. Without an
 instruction for it, two products are added in 16 bits first, which are then added to the 32-bit sums: with w - 128, two are the
 most that fit (2 * 128 * 127 = 32512), with weights below 2^bits more do.
 

@@ -45,7 +45,7 @@ Words4 = Annotated[npt.NDArray[np.uint32], types.uint32, 4]
 Codes3 = Annotated[npt.NDArray[np.int8], types.int8, 3]
 Bytes2 = Annotated[npt.NDArray[np.uint8], types.uint8, 2]
 Bytes3 = Annotated[npt.NDArray[np.uint8], types.uint8, 3]
-Bytes4 = Annotated[npt.NDArray[np.int8], types.int8, 4]
+Codes4 = Annotated[npt.NDArray[np.int8], types.int8, 4]
 Ints1 = Annotated[Int64, types.int64, 1]
 Ints2 = Annotated[Int64, types.int64, 2]
 
