@@ -26,7 +26,7 @@ def run_random_batches(model: Model, alone: KVCache, n_sequences: int, rng: np.r
             n = min(int(rng.choice([1, 2, 4, 20])), left, n_free)
             if n:
                 end = lengths[i] + n
-                jobs.append((i, sequences[i][:end], int(rng.choice([0, 1, n]))))
+                jobs.append((i, sequences[i][:end], int(rng.choice([0, 1, n // 2, n]))))
                 lengths[i], n_free = end - (int(rng.integers(0, n)) if left > n else 0), n_free - n
         batched = model.forward([(caches[i], tokens, n_logits) for i, tokens, n_logits in jobs])
         n_passes += 1
