@@ -7,7 +7,6 @@ limit, the limit is WALL_CLOCK_FACTOR times as many seconds of wall-clock time. 
 The caller imports `make_matcher` and `try_grammar`; run as a program, the module is the worker process. Imports are lazy.
 """
 
-import importlib.util
 import json
 import math
 import signal
@@ -18,9 +17,8 @@ from contextlib import suppress
 from typing import Any
 
 WALL_CLOCK_FACTOR = 8
-HAS_CPU_LIMIT = importlib.util.find_spec("resource") is not None
 SIGKILL_EXIT_CODE = -getattr(signal, "SIGKILL", 0) or None
-SIGXCPU_EXIT_CODE = -getattr(signal, "SIGXCPU", 0) or None  # exit code after the CPU limit
+SIGXCPU_EXIT_CODE = -getattr(signal, "SIGXCPU", 0) or None  # exit code after the CPU limit; None: no such limit
 MAX_MEMORY_BYTES = 2 << 30
 TOO_SLOW = "it takes too long to build"
 PARSER_LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}  # a lexer state takes 1 to 2 kB
@@ -46,7 +44,7 @@ def try_grammar(grammar: str, vocab_size: int, max_seconds: float) -> tuple[floa
     try:  # in its own session, so that Ctrl-C does not reach it
         process = subprocess.run(command, input=request, capture_output=True, timeout=timeout, start_new_session=True)
     except subprocess.TimeoutExpired:
-        if HAS_CPU_LIMIT:
+        if SIGXCPU_EXIT_CODE:
             raise WorkerLostError("the machine is too busy to build it; try again later") from None
         return max_seconds, TOO_SLOW
     except OSError as error:

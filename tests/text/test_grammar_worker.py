@@ -43,16 +43,16 @@ def test_a_process_that_crashes_is_reported(monkeypatch: pytest.MonkeyPatch) -> 
     assert try_grammar(GRAMMAR, 300, 10.0) == (10.0, "it needs too much memory")
 
 
-@pytest.mark.parametrize("has_cpu_limit", [True, False])
+@pytest.mark.parametrize("exit_code", [-24, None])
 def test_only_without_a_cpu_limit_a_timeout_is_a_fault_of_the_grammar(
-    monkeypatch: pytest.MonkeyPatch, has_cpu_limit: bool
+    monkeypatch: pytest.MonkeyPatch, exit_code: int | None
 ) -> None:
     def time_out(command: list[str], timeout: float, **_: Any) -> Any:
         raise subprocess.TimeoutExpired(command, timeout)
 
     monkeypatch.setattr("subprocess.run", time_out)
-    monkeypatch.setattr(grammar_worker, "HAS_CPU_LIMIT", has_cpu_limit)
-    if not has_cpu_limit:
+    monkeypatch.setattr(grammar_worker, "SIGXCPU_EXIT_CODE", exit_code)
+    if not exit_code:
         assert try_grammar(GRAMMAR, 300, 10.0) == (10.0, "it takes too long to build")
         return
     with pytest.raises(WorkerLostError, match="the machine is too busy"):
