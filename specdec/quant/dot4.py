@@ -1,8 +1,8 @@
 """Products of four bytes: the instruction of each kind of CPU that adds them to an int32 sum, exactly.
 
-Weights w are stored as unsigned bytes, activations x are signed and at least -127; a word of a vector holds 4 of them. Without an
-instruction for it, two products are added in 16 bits first, which are then added to the 32-bit sums: with w - 128, two are the
-most that fit (2 * 128 * 127 = 32512), with weights below 2^bits more do.
+Weights w are stored as unsigned bytes, activations x are signed and at least -127; a word of a vector holds 4 of them. AVX2
+and NEON add two products in 16 bits first, which are then added to the 32-bit sums: with w - 128, two are the most that fit
+(2 * 128 * 127 = 32512), with weights below 2^bits more do.
 
 With the portable products, passes of SmolLM2 Q8_0 over 1, 8 and 64 tokens take 1.2, 5.3 and 5.4 times as long as with AVX-512
 VNNI, of Q4_K_M 1.3, 4.7 and 4.5 times. A matmul of 8 tokens from a cache takes 3.7 times as long as with AVX2 in int8, 4.5 times

@@ -1,7 +1,8 @@
 """LLVM vectors for numba: one intrinsic for each instruction that the kernels need.
 
-A vector has LANES floats on every machine, so results have the same bits; LLVM splits it if registers are shorter. Functions that
-emit LLVM code take the builder first. The intrinsics made from them are what compiled functions call.
+A vector has LANES floats on every machine, so results have the same bits; LLVM splits it if registers are shorter. Tiles have
+vectors of whole rows (`VectorType`). Functions that emit LLVM code take the builder first. The intrinsics made from them are what
+compiled functions call.
 """
 
 import functools
