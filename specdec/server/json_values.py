@@ -6,6 +6,7 @@ import sys
 from contextlib import suppress
 
 WHITESPACE = " \t\n\r"  # of JSON
+LINE_SEPARATORS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}  # where str.splitlines also splits JSON
 CLOSING_BRACKETS = {"{": "}", "[": "]"}
 SCALAR_PATTERN = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?|true|false|null", re.ASCII)
 MAX_NUMBER_CHARS = 400
@@ -37,12 +38,12 @@ def parse_json(text: str) -> object:
 
 
 def encode_json(value: object) -> bytes:
-    """Encode a value as compact JSON in UTF-8, with lone surrogates escaped as in `format_sse_event`.
+    """Encode a value as compact JSON in UTF-8, in one line, with lone surrogates escaped as in `format_sse_event`.
 
     The value is encoded piece by piece, so that other threads can run in between.
     """
     text = "".join(json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).iterencode(value))
-    return text.encode(errors="backslashreplace")
+    return text.translate(LINE_SEPARATORS).encode(errors="backslashreplace")
 
 
 class JsonScanner:

@@ -16,7 +16,7 @@ from specdec.engine.request import GenerationRequest
 from specdec.events import Event, Statistics, Step, TokenLogprob
 from specdec.server.field_validation import APIError
 from specdec.server.generation_fields import ResponseOptions, ServedModel
-from specdec.server.json_values import parse_json
+from specdec.server.json_values import LINE_SEPARATORS, parse_json
 from specdec.server.tool_parsers.base import Delta
 from specdec.server.tool_parsers.output_parser import OutputParser
 from specdec.text.reasoning import SPECIAL_TOKEN_MARK
@@ -270,9 +270,10 @@ def _format_comment(text: str) -> bytes:
 def format_sse_event(value: JSONObject, name: str = "") -> bytes:
     """Return a server-sent event in UTF-8 with a JSON object as its data, and with a name if there is one.
 
-    A lone surrogate, which JSON escapes can produce, is escaped again.
+    A lone surrogate, which JSON escapes can produce, is escaped again. So are line separators, at which clients may split.
     """
-    event = f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    data = json.dumps(value, ensure_ascii=False, separators=(",", ":")).translate(LINE_SEPARATORS)
+    event = f"data: {data}\n\n"
     return (f"event: {name}\n{event}" if name else event).encode(errors="backslashreplace")
 
 

@@ -17,9 +17,8 @@ from specdec.tokenizer import BOS, Tokenizer
 from tests.tools.cache_contents import get_cached_tokens, get_idle_and_used_slots
 from tests.tools.checkpoint_files import write_tokenizer
 from tests.tools.decode import get_tokens
-from tests.tools.engine_threads import endless  # noqa: F401  (a fixture)
 from tests.tools.hf_folders import CONFIGS, FIXTURES
-from tests.tools.prompt_caches import RNG, CountingCache, add_sequence, random_tokens
+from tests.tools.prompt_caches import RNG, CountingCache, add_sequence, endless, random_tokens  # noqa: F401  (a fixture)
 
 PREFIX = [BOS, *RNG.integers(3, 64, 12).tolist()]
 

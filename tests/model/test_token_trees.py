@@ -17,9 +17,8 @@ from specdec.quant import BF16, FP32, INT8, WeightFormat
 from specdec.runtime.simd import Float32
 from tests.tools.configs import make_config, replace_config
 from tests.tools.family_models import FAMILIES, POISON, make_cache, random_tensors
-from tests.tools.fuzz import get_path
 from tests.tools.half_precision import assert_same_bits, to_half
-from tests.tools.random_models import CONFIGS, THREAD_COUNTS, random_cache, random_tokens
+from tests.tools.random_models import CONFIGS, THREAD_COUNTS, get_path, random_cache, random_tokens
 
 # head_dims of 2 to 128, heads that share keys, windows, norms of heads, learned positions
 ALL = (

@@ -28,13 +28,13 @@ from tests.tools.engine_threads import (  # noqa: F401
     Output,
     assert_all_same,
     assert_same,
-    endless,
     generate_with_library,
     make_engine,
     make_request,
     submit,
     submit_all,
 )
+from tests.tools.prompt_caches import endless  # noqa: F401  (a fixture)
 from tests.tools.random_heads import make_head
 from tests.tools.random_models import make_started_policy
 

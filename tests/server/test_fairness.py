@@ -40,9 +40,9 @@ from specdec.server.field_validation import APIError
 from specdec.server.model_manager import prewarm
 from specdec.text import structured_output
 from specdec.text.structured_output import CPUTimer
-from tests.tools.engine_threads import Output, assert_same, endless, make_engine, make_request, submit  # noqa: F401  (fixtures)
+from tests.tools.engine_threads import Output, assert_same, make_engine, make_request, submit  # noqa: F401  (fixtures)
 from tests.tools.listeners import hello, listener, send_get
-from tests.tools.prompt_caches import CountingCache, random_tokens
+from tests.tools.prompt_caches import CountingCache, endless, random_tokens  # noqa: F401  (a fixture)
 from tests.tools.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]

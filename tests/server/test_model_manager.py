@@ -18,7 +18,7 @@ from specdec.server.generation_response import ResponseStreamer, ServerState
 from specdec.server.model_manager import ModelInstance, ModelManager
 from tests.fakes.asgi import send_request
 from tests.fakes.server import CHAT, COMPLETIONS
-from tests.tools.engine_threads import endless  # noqa: F401
+from tests.tools.prompt_caches import endless  # noqa: F401
 from tests.tools.waiting import wait_until
 
 MESSAGES = "/v1/messages"

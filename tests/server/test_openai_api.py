@@ -24,6 +24,7 @@ from specdec.server.generation_fields import ServedModel, wrap_encoding_errors
 from specdec.server.json_values import JsonScanner, encode_json
 from specdec.server.model_manager import LOCAL_DIRECTORY_PATTERN
 from specdec.server.openai_chat import MessageParser
+from specdec.server.response_formatter import format_sse_event
 from specdec.text.grammar_worker import WorkerLostError
 from specdec.text.structured_output import ConstraintError
 from tests.fakes.asgi import Response, send_request
@@ -184,6 +185,13 @@ def test_request_ids_are_logged_and_trailing_slashes_do_not_redirect(make_test_a
 def test_large_responses_are_encoded_and_split() -> None:
     value = {"choices": [{"logprobs": [{"token": "a", "top": [["b", -1.5]] * 20} for _ in range(3000)]}]}
     assert json.loads(encode_json(value)) == value and encode_json({"\u00e9": 1}) == '{"\u00e9":1}'.encode()
+
+
+def test_json_of_any_text_is_one_line_also_for_clients_that_split_by_unicode() -> None:
+    value = {"text": "a\x85b\u2028c\u2029d\n\x1ce\ud800"}
+    for encoded, prefix, suffix in ((encode_json(value), b"", b""), (format_sse_event(value), b"data: ", b"\n\n")):
+        line = encoded.removeprefix(prefix).removesuffix(suffix)
+        assert len(line.decode().splitlines()) == 1 and json.loads(line) == value
     assert [len(piece) for piece in generation_response.split_body(bytes(150_000))] == [65536, 65536, 18928]
 
 

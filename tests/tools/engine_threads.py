@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from specdec import Proposal, Sampling, SpeculativeDecoder
+from specdec import Proposal, Sampling
 from specdec.engine.request import GenerationRequest
 from specdec.engine.sequence import Client
 from specdec.events import Prompt, Step
@@ -92,12 +92,6 @@ def assert_same(decoder, request, output):
 def assert_all_same(decoder, requests, outputs):
     for request, output in zip(requests, outputs, strict=True):
         assert_same(decoder, request, output)
-
-
-@pytest.fixture(scope="module")
-def endless(pair):
-    """Return a decoder whose outputs end only at their maximum length."""
-    return SpeculativeDecoder(pair.endless, None, pair.tokenizer, n_threads=1)
 
 
 def make_request(decoder, n, prompt="abc", **more):

@@ -60,6 +60,7 @@ from tests.tools.decode import END_MARKS, decode, get_cache
 from tests.tools.fuzz_common import FINE, FOLDER, REFUSED, check_one_line, check_tensors, corrupt, damage_folder, damage_gguf
 from tests.tools.fuzz_heads import fuzz_head
 from tests.tools.half_precision import to_half
+from tests.tools.random_models import get_path
 
 HANG_TIMEOUT_S = 120  # a case that takes longer hangs
 MAX_SHOWN_FAILURES = 5  # per campaign
@@ -487,11 +488,6 @@ def random_tree(rng, vocab, n):
     nearest = rng.choice([1, 2, 64])  # 1 makes a chain
     parents = [-1 if rng.random() < 0.1 else rng.randrange(max(node - nearest, -1), node) for node in range(n)]
     return rng.choices(few, k=n), parents
-
-
-def get_path(node, parents):
-    """Return the ancestors of a node, root first, and the node itself; empty for -1."""
-    return [] if node < 0 else [*get_path(parents[node], parents), node]
 
 
 def fuzz_tree(rng):

@@ -1,13 +1,20 @@
 """KV caches of small models, for tests of the prompt caches."""
 
 import numpy as np
+import pytest
 
-from specdec import Sampling
+from specdec import Sampling, SpeculativeDecoder
 from specdec.engine.prefix_cache import PrefixCache
 from specdec.engine.request import GenerationRequest
 from specdec.engine.sequence import Sequence
 from specdec.kernels import MAX_BATCH_TOKENS
 from tests.tools.family_models import load_fixture_model
+
+
+@pytest.fixture(scope="module")
+def endless(pair):
+    """Return a decoder whose outputs end only at their maximum length."""
+    return SpeculativeDecoder(pair.endless, None, pair.tokenizer, n_threads=1)
 
 
 def new_cache(name, kv="f16", kind=None, n_threads=1):

@@ -144,3 +144,8 @@ def fake_three_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that the machine has three threads; `run_sequentially` and `scatter_phases` run one at a time."""
     for module in ("model.model", "runtime.op_program", "runtime.parallel_region"):
         monkeypatch.setattr(f"specdec.{module}.get_available_threads", lambda: 3)
+
+
+def get_path(node, parents):
+    """Return the ancestors of a node, root first, and the node itself; empty for -1."""
+    return [] if node < 0 else [*get_path(parents[node], parents), node]
