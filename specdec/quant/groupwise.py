@@ -428,16 +428,21 @@ def make_group_tile(layout: GroupLayout, dot: Dot4, shape: TileShape) -> Callabl
     return tile
 
 
-def choose_group_tile_shape(dot: Dot4, rows: int, n_tokens: int) -> TileShape:
-    """Return the tile shape of `dot`, but with registers of 8 lanes for up to MAX_HALF_REGISTER_TOKENS tokens with AVX-512."""
-    lanes = HALF_REGISTER_LANES if dot.lanes == 2 * HALF_REGISTER_LANES and n_tokens <= MAX_HALF_REGISTER_TOKENS else dot.lanes
-    return dot._replace(lanes=lanes).choose_tile_shape(rows, n_tokens)
+def choose_group_tile_shape(layout: GroupLayout, dot: Dot4, rows: int, n_tokens: int) -> TileShape:
+    """Return the tile shape of `dot`, but with registers of 8 lanes for up to MAX_HALF_REGISTER_TOKENS tokens with AVX-512.
+
+    Codes of 1 or 2 bits keep whole registers: their arithmetic takes longer than their memory.
+    """
+    if dot.lanes == 2 * HALF_REGISTER_LANES and n_tokens <= MAX_HALF_REGISTER_TOKENS and layout.bits > 2:
+        dot = dot._replace(lanes=HALF_REGISTER_LANES)
+    return dot.choose_tile_shape(rows, n_tokens)
 
 
 def make_tile(layout: GroupLayout, instruction_set: str) -> tuple[Tile, CompiledFunction]:
     """Return the tile over weights of a group layout for a `choose_dot4` instruction set, and its function get_activations."""
     dot = DOT4_BY_NAME[instruction_set]
-    tile = Tile(functools.partial(make_group_tile, layout, dot), functools.partial(choose_group_tile_shape, dot), dot.max_tokens)
+    make, choose_shape = (functools.partial(each, layout, dot) for each in (make_group_tile, choose_group_tile_shape))
+    tile = Tile(make, choose_shape, dot.max_tokens)
     return tile, make_activation_getter(get_zero_point(layout, dot))
 
 
