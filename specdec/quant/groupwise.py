@@ -441,8 +441,8 @@ def choose_group_tile_shape(layout: GroupLayout, dot: Dot4, rows: int, n_tokens:
 def make_tile(layout: GroupLayout, instruction_set: str) -> tuple[Tile, CompiledFunction]:
     """Return the tile over weights of a group layout for a `choose_dot4` instruction set, and its function get_activations."""
     dot = DOT4_BY_NAME[instruction_set]
-    make, choose_shape = (functools.partial(each, layout, dot) for each in (make_group_tile, choose_group_tile_shape))
-    tile = Tile(make, choose_shape, dot.max_tokens)
+    choose_shape = functools.partial(choose_group_tile_shape, layout, dot)
+    tile = Tile(functools.partial(make_group_tile, layout, dot), choose_shape, dot.max_tokens)
     return tile, make_activation_getter(get_zero_point(layout, dot))
 
 
