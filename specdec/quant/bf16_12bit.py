@@ -230,9 +230,9 @@ def multiply_packed(tile, limits, run, thread, p):
             t, end = get_chunk_range(n_tokens, i, n_tiles)
             ahead = at + (matmul.PREFETCH_WORDS if n_tokens <= limits[1] else words + i * words // n_tiles)
             out = Rows(point_to_floats(p.out, t * p.out.shape[1] + (p.first_panel + panel) * PANEL_ROWS), p.out.shape[1])
-            x_rows, step = Rows(point_to_floats(x, t * x.shape[1]), x.shape[1]), 4 * ceil_div(BLOCK_WORDS, n_tiles)
+            x_rows, line_step = Rows(point_to_floats(x, t * x.shape[1]), x.shape[1]), matmul.get_line_step(n_tiles)
             weights, ahead_start = point_to_floats(p.w, at), point_to_bytes(p.w, ahead)
-            tile(end - t, TileArgs(out, weights, ahead_start, step, x_rows, n, 4 * to_end, p.accumulate != 0))
+            tile(end - t, TileArgs(out, weights, ahead_start, line_step, x_rows, n, 4 * to_end, p.accumulate != 0))
 
 
 @inlined
@@ -242,7 +242,9 @@ def multiply_unpacked(run, thread, p):
     n_tokens = run.n_logits if p.logits_only else run.n_tokens
     x, n, n_tiles = p.x[thread if p.x.shape[0] > 1 else 0], p.n // BLOCK_COLUMNS, ceil_div(n_tokens, MAX_TILE_TOKENS)
     floats, step, slot = point_to_floats(p.scratch[thread], 0), UNPACK_COLUMNS // BLOCK_COLUMNS, 0
-    step_bytes = 4 * ceil_div(BLOCK_WORDS // BLOCK_COLUMNS, n_tiles)
+    line_step = ceil_div(
+        matmul.get_line_step(n_tiles) * BLOCK_WORDS, BLOCK_COLUMNS * PANEL_ROWS
+    )  # packed lines for a line of floats
     for panel in range(first, last):
         blocks = locate_panel(p.w, n, panel)
         for q in range(0, n, step):
@@ -254,7 +256,7 @@ def multiply_unpacked(run, thread, p):
                 out = Rows(point_to_floats(p.out, t * p.out.shape[1] + (p.first_panel + panel) * PANEL_ROWS), p.out.shape[1])
                 columns = Rows(point_to_floats(x, t * x.shape[1] + q * BLOCK_COLUMNS), x.shape[1])
                 n_columns = (q_end - q) * BLOCK_COLUMNS
-                panel_tile(end - t, TileArgs(out, floats, ahead, step_bytes, columns, n_columns, 0, p.accumulate != 0 or q > 0))
+                panel_tile(end - t, TileArgs(out, floats, ahead, line_step, columns, n_columns, 0, p.accumulate != 0 or q > 0))
 
 
 @kernel

@@ -37,11 +37,11 @@ PANEL_FP16_WORDS = PANEL_ROWS // 2  # words of one fp16 number per row
 PANEL_BYTE_WORDS = PANEL_ROWS // 4  # words of one byte per row
 EACH_BYTE = 0x01010101  # 1 in every byte of a word
 FP32_FRACTION_BITS = 23
+SCALE_FRACTION_BITS = 3  # of a scale of one byte in a block of several groups
+ROW_SCALE_FACTOR = np.float32(2.0**116)  # of row scales: exponents 1 to 31 of a scale of one byte are 2^-10 to 2^20
 # With AVX-512, tiles of few tokens read memory faster in registers of 8 lanes than of 16: Qwen2.5 1.5B Q4_K_M takes 0.89 to 0.97
 # of the time for one token and 0.94 to 0.98 for two (Zen 4). Four tokens would take 1.05, one from a cache takes 1.04 to 1.14.
 HALF_REGISTER_LANES, MAX_HALF_REGISTER_TOKENS = 8, 2
-SCALE_FRACTION_BITS = 3  # of a scale of one byte in a block of several groups
-ROW_SCALE_FACTOR = np.float32(2.0**116)  # of row scales: exponents 1 to 31 of a scale of one byte are 2^-10 to 2^20
 
 # Values of the 4-bit codes: twice the floats of one sign bit, two exponent bits and one mantissa bit (E2M1 of MX, OCP 2023), and
 # ggml's kvalues_iq4nl.
@@ -395,10 +395,10 @@ def make_group_tile(layout: GroupLayout, dot: Dot4, shape: TileShape) -> Callabl
         """
         row_scales_at = (p.n - 1) * block_words
         xs, x_floats = split_tokens(get_words(p.x.start, 0), p.x.stride), split_tokens(get_out(p.x.start, 0), p.x.stride)
+        share = p.line_step // n_row_blocks  # bytes to prefetch for a line, in one row block
+        word_share = PANEL_ROWS // LINE_WORDS * share
         for row in range(0, PANEL_ROWS, rows):
             outs = split_tokens(get_out(p.out.start, row), p.out.stride)
-            share = p.line_step // n_row_blocks
-            word_share = PANEL_ROWS // LINE_WORDS * share
             ahead = tile_simd.advance(p.ahead, row // rows * share * (p.n * block_words // LINE_WORDS))
             totals = start_sums(outs, rows, n_tokens, p.accumulate)
             row_scales = tile_simd.load_vector(get_out(p.w, row_scales_at), row)

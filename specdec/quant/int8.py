@@ -45,7 +45,7 @@ def make_int8_tile(dot: Dot4, shape: TileShape) -> Callable[..., None]:
         number of groups, p.stride the words of a group. The tuples of `xs` and the sums have an element for each token.
         """
         n_words, x_words = p.stride, GROUP_HEADER_WORDS + p.stride
-        group_words, step = (1 + n_words) * PANEL_ROWS, p.line_step * rows // simd.LINE_WORDS  # of a word's prefetch
+        group_words, step = (1 + n_words) * PANEL_ROWS, p.line_step * rows // simd.LINE_WORDS  # bytes to prefetch for a word
         xs = split_tokens(get_words(p.x.start, 0), p.x.stride)
         x_scales = split_tokens(get_floats(p.x.start, 0), p.x.stride)
         for block in range(n_blocks):
