@@ -18,7 +18,7 @@ from specdec.quant.gguf_repacking import (
     NVFP4,
     dequantize,
 )
-from specdec.quant.packed_matrix import to_float32
+from specdec.quant.packed_matrix import GGUFBlockRows, to_float32
 from specdec.runtime.simd import Float32, Int64
 
 
@@ -55,10 +55,10 @@ class BlockTensor:
     def __getitem__(self, index: slice) -> Float32:
         """Read the rows of a slice and return them as float32."""
         first, last, _ = index.indices(self.shape[0])
-        return dequantize(self.type, self.read_blocks(first, last), self._get_scales(slice(first, last)))
+        return dequantize(self.read_blocks(first, last))
 
-    def read_blocks(self, first: int, last: int) -> Bytes:
-        """Read the quantized blocks of rows first to last - 1 as raw bytes, (last - first, bytes).
+    def read_blocks(self, first: int, last: int) -> GGUFBlockRows:
+        """Read the quantized blocks of rows first to last - 1.
 
         Raises:
             CheckpointError: The file has changed, or a scale is NaN, infinite or not supported.
@@ -74,7 +74,7 @@ class BlockTensor:
             raise CheckpointError(f"{self.error_prefix} holds NaN or negative scales")
         if self.type == MXFP4 and not has_fp16_exponents(blocks):
             raise CheckpointError(f"{self.error_prefix} holds scales below 2^-24 or above 2^15, which are not supported")
-        return data
+        return GGUFBlockRows(self.type, data, self._get_scales(slice(first, last)))
 
     def _get_scales(self, rows: slice | Int64) -> Float32 | None:
         return None if self.scales is None else self.scales[rows]

@@ -65,17 +65,9 @@ def pack_rows(panels: Floats, first: int, stride: int, rows: Floats) -> None:
 class FP32Format(WeightFormat):
     """Panels of float32, as they are in the file."""
 
-    def get_group_size(self, n: int, file_group: int) -> int:
-        """Return 0, since no float weights share a scale."""
-        return 0
-
     def get_panel_shape(self, n: int, group_size: int) -> tuple[int, int]:
         """Return the columns and rows of a panel."""
         return n, PANEL_ROWS
-
-    def get_scratch_words(self, n: int, group_size: int) -> int:
-        """Return 1, since floats need no scratch but an array has at least one word."""
-        return 1
 
     def pack(self, panels: Float32, first: int, stride: int, rows: Floats, group_size: int) -> None:
         """Pack rows of floats of any type; see `WeightFormat.pack`."""

@@ -15,10 +15,9 @@ longer than reading these: see docs/experiments/integer-weights.md.
 
 import re
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from specdec.quant import groupwise
 from specdec.quant.groupwise import EACH_BYTE, GroupedFormat, GroupedRows, GroupLayout
@@ -26,11 +25,10 @@ from specdec.quant.int8 import BYTES_PER_WORD, DOT4_NAME
 from specdec.quant.matmul import make_kernels
 from specdec.quant.packed_matrix import GGUFBlockRows, WeightFormat
 from specdec.runtime.code_cache import CompiledFunction, inlined
-from specdec.runtime.op_program import Bytes2, ForwardContext, Halves2, Kernel, Words2, run_on_all_threads
+from specdec.runtime.op_program import Bytes2, Bytes3, ForwardContext, Halves3, Kernel, Words3, run_on_all_threads
 from specdec.runtime.simd import Float32, load_byte
 from specdec.runtime.work_stealing import get_chunk_range
 
-UInt8 = npt.NDArray[np.uint8]
 MXFP4, MIN_FP16_EXPONENT, MAX_FP16_EXPONENT = "MXFP4", 128 - 24, 128 + 15  # exponents of powers of two that fp16 holds
 EVEN_BYTES = 0x00FF00FF  # of a word
 # Scales of NVFP4 below 2^-6, s / 2 = n / 1024, as `GroupLayout` describes them; a scale from 2^-6 on is its byte plus 24
@@ -261,8 +259,7 @@ class BlockType(NamedTuple):
     Attributes:
         n_bytes: Bytes of a block in the file.
         layout: Layout of its weights in panels.
-        read: Kernel (params, factors, words, source) that reads rows of blocks, source (rows, bytes), into the flat parts of
-            `GroupedRows`.
+        read: Kernel (params, factors, words, source) that reads rows of blocks, source (rows, bytes), into a `GroupedRows`.
         scale_offsets: Bytes of a block at which its fp16 scales begin.
     """
 
@@ -284,17 +281,15 @@ def make_block_type(name: str, n_bytes: int, layout: GroupLayout, repack: Compil
     """
     n_params = layout.n_halves
 
-    def read(run: ForwardContext, thread: int, params: Halves2, factors: Bytes2, words: Words2, source: Bytes2) -> None:
+    def read(run: ForwardContext, thread: int, params: Halves3, factors: Bytes3, words: Words3, source: Bytes2) -> None:
         first, last = get_chunk_range(source.shape[0], run.chunk, run.n_chunks)
-        n_blocks = source.shape[1] // n_bytes
-        block_factors, block_words = factors.shape[1] // n_blocks, words.shape[1] // n_blocks
         for row in range(first, last):
-            for block in range(n_blocks):
+            for block in range(words.shape[1]):
                 block_source = source[row, n_bytes * block :]
                 for i in range(n_params):
-                    minus = 0x8000 if i > 0 and block_factors > 0 else 0  # K types have - dmin
-                    params[row, n_params * block + i] = read_half(block_source, scales_offset + 2 * i) ^ minus
-                repack(factors[row, block_factors * block :], words[row, block_words * block :], block_source)
+                    minus = 0x8000 if i > 0 and factors.shape[2] > 0 else 0  # K types have - dmin
+                    params[row, block, i] = read_half(block_source, scales_offset + 2 * i) ^ minus
+                repack(factors[row, block], words[row, block], block_source)
 
     scale_offsets = tuple(scales_offset + 2 * i for i in range(n_params))
     return BlockType(n_bytes, layout, Kernel(read).register(f"read_{name.lower()}"), scale_offsets)
@@ -333,17 +328,17 @@ def repack_blocks(blocks: GGUFBlockRows) -> GroupedRows:
     """Return rows of GGUF blocks as `GroupedRows` in the block type's layout."""
     size, layout, read, _ = BLOCK_TYPES[blocks.type]
     source = np.ascontiguousarray(blocks.raw_bytes)
-    rows = groupwise.allocate_grouped_rows(layout, len(source), source.shape[1] // size)
-    run_on_all_threads(read(*rows.flatten(), source))
-    return rows
+    n_rows, n_blocks = len(source), source.shape[1] // size
+    params = np.empty((n_rows, n_blocks, layout.n_halves), np.uint16)
+    factors = np.empty((n_rows, n_blocks, layout.n_factor_bytes), np.uint8)
+    words = np.empty((n_rows, n_blocks, layout.n_units * layout.unit_words), np.uint32)
+    run_on_all_threads(read(params, factors, words, source))
+    return GroupedRows(params, factors, words)
 
 
-def dequantize(type_name: str, raw_bytes: UInt8, scales: Float32 | None = None) -> Float32:
-    """Return rows of GGUF blocks (rows, bytes) as float32, equal bit by bit to those of the python package gguf.
-
-    scales: Factor of each row's scales, (rows,), in a layout that has row scales; None: 1.
-    """
-    return groupwise.ungroup(BLOCK_TYPES[type_name].layout, repack_blocks(GGUFBlockRows(type_name, raw_bytes)), scales)
+def dequantize(blocks: GGUFBlockRows) -> Float32:
+    """Return rows of GGUF blocks as float32, equal bit by bit to those of the python package gguf."""
+    return groupwise.ungroup(BLOCK_TYPES[blocks.type].layout, repack_blocks(blocks), blocks.scales)
 
 
 def widen_rows(rows: GroupedRows, layout: GroupLayout, wide: GroupLayout) -> GroupedRows:
@@ -366,7 +361,10 @@ def widen_rows(rows: GroupedRows, layout: GroupLayout, wide: GroupLayout) -> Gro
 class GGUFFormat(GroupedFormat):
     """Panels of GGUF blocks, widened to its layout if the block type has another."""
 
-    is_gguf_block = True
+    def read_rows(self, tensor: Any, first: int, last: int) -> GGUFBlockRows:
+        """Return rows first to last (exclusive) of a tensor of a GGUF block type as its blocks."""
+        blocks: GGUFBlockRows = tensor.read_blocks(first, last)
+        return blocks
 
     def pack(self, panels: Float32, first: int, stride: int, rows: GGUFBlockRows, group_size: int) -> None:
         """Pack rows of GGUF blocks; see `WeightFormat.pack`."""

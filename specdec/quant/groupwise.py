@@ -16,7 +16,6 @@ their range as zero point: 4, 8, 16, 32 or 128. It is 1 for the codes 0 to 3 of 
 """
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -29,7 +28,7 @@ from specdec.quant.int8 import BYTES_PER_WORD, GROUP_HEADER_WORDS, QuantizedForm
 from specdec.quant.matmul import Tile, TileShape, get_number, prefetch_lines, start_sums
 from specdec.runtime import op_program, simd, tile_simd
 from specdec.runtime.code_cache import CompiledFunction, inlined, jitable, make_dispatcher
-from specdec.runtime.op_program import Bytes2, Bytes3, ForwardContext, Halves2, Halves3, Words2, Words3, kernel
+from specdec.runtime.op_program import Bytes3, ForwardContext, Halves3, Words3, kernel
 from specdec.runtime.simd import LANES, LINE_WORDS, PANEL_ROWS, Array, Float32, add, ceil_div, extract_lane, fma, load_byte, mul
 from specdec.runtime.work_stealing import get_chunk_range
 
@@ -490,25 +489,12 @@ class GroupedRows(NamedTuple):
     Attributes:
         params: (rows, blocks, n_halves), scales and minima as the bits of fp16.
         factors: (rows, blocks, n_factor_bytes), exponents or factors as bytes.
-        words: (rows, blocks, n_units, unit_words), the codes.
+        words: (rows, blocks, n_units * unit_words), the codes.
     """
 
     params: npt.NDArray[np.uint16]
     factors: npt.NDArray[np.uint8]
     words: npt.NDArray[np.uint32]
-
-    def flatten(self) -> list[Array]:
-        """Return the arrays as matrices with a row for each row of weights."""
-        return [part.reshape(len(part), math.prod(part.shape[1:])) for part in self]
-
-
-def allocate_grouped_rows(layout: GroupLayout, n: int, n_blocks: int) -> GroupedRows:
-    """Return uninitialized `GroupedRows` of n rows of n_blocks blocks."""
-    return GroupedRows(
-        np.empty((n, n_blocks, layout.n_halves), np.uint16),
-        np.empty((n, n_blocks, layout.n_factor_bytes), np.uint8),
-        np.empty((n, n_blocks, layout.n_units, layout.unit_words), np.uint32),
-    )
 
 
 def unpack_codes(layout: GroupLayout, words: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
@@ -517,6 +503,7 @@ def unpack_codes(layout: GroupLayout, words: npt.NDArray[np.uint32]) -> npt.NDAr
         codes = CODEBOOK_CODES[layout.codebook][unpack_codes(layout._replace(codebook=""), words)[..., None].view(np.uint8)]
         return codes.astype(np.uint8).view(np.uint32)[..., 0]
     unit_fields = get_bit_fields(layout)
+    words = words.reshape(*words.shape[:2], layout.n_units, layout.unit_words)
     code_words = np.zeros((*words.shape[:3], len(unit_fields)), np.uint32)
     for k, fields in enumerate(unit_fields):
         for field in fields:
@@ -532,7 +519,7 @@ def pack_codes(layout: GroupLayout, code_words: npt.NDArray[np.uint32]) -> npt.N
     for k, fields in enumerate(unit_fields):
         for field in fields:
             words[..., field.word] |= (code_words[..., k] & field.mask) >> field.to << field.shift
-    return words
+    return words.reshape(*words.shape[:2], -1)
 
 
 def split_factors(layout: GroupLayout, factors: npt.NDArray[np.uint8]) -> npt.NDArray[np.int8]:
@@ -549,8 +536,7 @@ class PackArgs(NamedTuple):
         panels: Panels as words.
         panel_halves: The same panels as 16-bit values.
         panel_bytes: The same panels as bytes.
-        params, factors, words: A `GroupedRows`, each array flat from the second axis on.
-        n_blocks: Blocks of a row.
+        params, factors, words: A `GroupedRows`.
         first: First panel to fill.
         stride: Panels from one to the next.
     """
@@ -558,40 +544,38 @@ class PackArgs(NamedTuple):
     panels: Words3
     panel_halves: Halves3
     panel_bytes: Bytes3
-    params: Halves2
-    factors: Bytes2
-    words: Words2
-    n_blocks: int
+    params: Halves3
+    factors: Bytes3
+    words: Words3
     first: int
     stride: int
 
 
 @kernel
 def pack_panels(run: ForwardContext, thread: int, p: PackArgs) -> None:
-    """Pack rows of grouped weights (rows, ...) into every stride-th panel from `first` on."""
-    rows, n_blocks = p.words.shape[0], p.n_blocks
-    block_params, block_factors = p.params.shape[1] // n_blocks, p.factors.shape[1] // n_blocks
-    block_words = p.words.shape[1] // n_blocks
-    factors_offset = 2 * block_params * PANEL_ROWS
-    codes_offset = (factors_offset + block_factors * PANEL_ROWS) // BYTES_PER_WORD
+    """Pack rows of grouped weights into every stride-th panel from `first` on."""
+    rows, n_blocks, n_words = p.words.shape
+    n_params, n_factors = p.params.shape[2], p.factors.shape[2]
+    factors_offset = 2 * n_params * PANEL_ROWS
+    codes_offset = (factors_offset + n_factors * PANEL_ROWS) // BYTES_PER_WORD
     begin, end = get_chunk_range(ceil_div(rows, PANEL_ROWS), run.chunk, run.n_chunks)
     for i_panel in range(begin, end):
         panel = p.first + p.stride * i_panel
         for block in range(n_blocks):
             for r in range(min(PANEL_ROWS, rows - i_panel * PANEL_ROWS)):
                 row = i_panel * PANEL_ROWS + r
-                for i in range(block_params):
-                    p.panel_halves[panel, block, i * PANEL_ROWS + r] = p.params[row, block * block_params + i]
-                for i in range(block_factors):
-                    p.panel_bytes[panel, block, factors_offset + i * PANEL_ROWS + r] = p.factors[row, block * block_factors + i]
-                for i in range(block_words):
-                    p.panels[panel, block, codes_offset + i * PANEL_ROWS + r] = p.words[row, block * block_words + i]
+                for i in range(n_params):
+                    p.panel_halves[panel, block, i * PANEL_ROWS + r] = p.params[row, block, i]
+                for i in range(n_factors):
+                    p.panel_bytes[panel, block, factors_offset + i * PANEL_ROWS + r] = p.factors[row, block, i]
+                for i in range(n_words):
+                    p.panels[panel, block, codes_offset + i * PANEL_ROWS + r] = p.words[row, block, i]
 
 
 def pack_grouped_rows(panels: Float32, first: int, stride: int, rows: GroupedRows) -> None:
     """Pack a `GroupedRows` into every stride-th panel from `first` on, on all threads."""
     views = (panels.view(dtype) for dtype in (np.uint32, np.uint16, np.uint8))
-    op_program.run_on_all_threads(pack_panels(*views, *rows.flatten(), rows.words.shape[1], first, stride))
+    op_program.run_on_all_threads(pack_panels(*views, *rows, first, stride))
 
 
 def pack_row_scales(panels: Float32, first: int, stride: int, scales: Array) -> None:

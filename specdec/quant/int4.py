@@ -99,7 +99,7 @@ def quantize(rows: Float32) -> GroupedRows:
     run_on_all_threads(quantize_groups(words, fitted[0], fitted[1], rows))
     params = np.ascontiguousarray(halves.transpose(1, 2, 0)).view(np.uint16)
     factors = np.empty((len(rows), n_groups, 0), np.uint8)
-    return GroupedRows(params, factors, words.view(np.uint32).reshape(len(rows), n_groups, 1, LAYOUT.unit_words))
+    return GroupedRows(params, factors, words.view(np.uint32).reshape(len(rows), n_groups, LAYOUT.unit_words))
 
 
 class DraftInt4Format(GroupedFormat):

@@ -21,7 +21,6 @@ from specdec.runtime.work_stealing import get_chunk_range
 Floats = Array  # see `Tensor`
 MAX_BLOCK_PANELS = 64  # packed at a time: a 42M model loads in 0.13 s, with 16 panels in 0.17 s
 MAX_BLOCK_WEIGHTS = 1 << 23  # limits the weights that are read but not yet packed, if there are many columns
-ALL_PANELS = slice(None)
 HEAD_PANELS = 8  # blocks of a multiple of these end between heads of up to 256 rows, which some files store in another order
 
 
@@ -30,8 +29,7 @@ class Tensor(Protocol):
 
     A float tensor returns an array (rows, n) of its `dtype`: float32, float16, or uint16, which holds the bits of bf16. A tensor
     with weights that share scales has an attribute `group`, the group size, and returns `Int8Rows`. A tensor of a GGUF block type
-    has the type's name in `type`, returns rows in float32, and has `read_blocks(first, last)`, which returns the rows' bytes
-    (rows, bytes) as uint8. It may have a factor of each row, (rows,), in `scales`.
+    has the type's name in `type`, returns rows in float32, and has `read_blocks(first, last)`, which returns `GGUFBlockRows`.
     """
 
     @property
@@ -113,7 +111,6 @@ class WeightFormat(ABC):
         expert_format: Format of the expert matrices, if another one.
         fallback: Format of a matrix for which pack raises `PackingOverflowError`. Only matrices of that format are packed.
         column_multiple: The number of columns of a packed matrix is a multiple of this.
-        is_gguf_block: Whether it is packed from `GGUFBlockRows`.
     """
 
     name: str
@@ -124,34 +121,26 @@ class WeightFormat(ABC):
     expert_format: ClassVar["WeightFormat | None"] = None
     fallback: ClassVar["WeightFormat | None"] = None
     column_multiple: ClassVar[int] = 1
-    is_gguf_block: ClassVar[bool] = False
 
-    @abstractmethod
     def get_group_size(self, n: int, file_group: int) -> int:
         """Return how many weights share a scale in a matrix of n columns with this group size in the file; 0: none do."""
+        return 0
 
     @abstractmethod
     def get_panel_shape(self, n: int, group_size: int) -> tuple[int, int]:
         """Return the shape of a panel of n columns, in words."""
 
-    @abstractmethod
     def get_scratch_words(self, n: int, group_size: int) -> int:
-        """Return the words that a token's n activations take in the format's own form, at least 1."""
+        """Return the words that a token's n activations take in the format's own form, at least 1: an array has one."""
+        return 1
+
+    def read_rows(self, tensor: Any, first: int, last: int) -> Any:
+        """Return rows first to last (exclusive) of a `Tensor` in the form that `pack` takes."""
+        return tensor[first:last]
 
     @abstractmethod
     def pack(self, panels: Float32, first: int, stride: int, rows: Any, group_size: int) -> None:
-        """Pack rows into every stride-th of the panels from `first` on, whole panels except for the last ones of a tensor.
-
-        The rows are what `Tensor` returns, or `GGUFBlockRows`.
-        """
-
-    def unpack(self, panels: Float32, n: int, group_size: int, block: slice = ALL_PANELS) -> Float32:
-        """Return the rows of the panels in the slice `block` as float32 (P R, n), including those that pad the last panel."""
-        first, last, _ = block.indices(len(panels))
-        tokens = np.arange(first * PANEL_ROWS, last * PANEL_ROWS)
-        rows = np.empty((len(tokens), n), np.float32)
-        run_on_all_threads(self.embed(rows, panels, tokens, n, group_size), n_tokens=len(tokens))
-        return rows
+        """Pack rows into every stride-th of the panels from `first` on, whole panels except for the last ones of a tensor."""
 
     def get_panel_words(self, n: int) -> int:
         """Return the 4-byte words of a panel of n columns that is packed from floats or GGUF blocks."""
@@ -160,7 +149,7 @@ class WeightFormat(ABC):
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix W (rows, n) of weights, packed in panels as the kernels read it.
+    """A matrix W (rows, n) of weights, packed in panels as the kernels read it; as a `Tensor` it returns rows in float32.
 
     Attributes:
         weight_format: The format of its panels.
@@ -182,6 +171,18 @@ class Matrix:
     def n_rows(self) -> int:
         """Number of rows, including the zero rows that fill up panels."""
         return len(self.panels) * PANEL_ROWS
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Numbers of rows, including those that fill up panels, and columns."""
+        return self.n_rows, self.n
+
+    def __getitem__(self, rows: slice, /) -> Float32:
+        """Return the rows of a slice as float32."""
+        tokens = np.arange(*rows.indices(self.n_rows))
+        out = np.empty((len(tokens), self.n), np.float32)
+        run_on_all_threads(self.embed(out, tokens), n_tokens=len(tokens))
+        return out
 
     @property
     def n_total_rows(self) -> int:
@@ -309,23 +310,10 @@ def pack_matrix(
         first = sum(sizes[: i - i % n_interleaved]) + i % n_interleaved
         for block in iter_panel_blocks(size, n):
             begin, end = block.start * PANEL_ROWS, min(block.stop * PANEL_ROWS, tensor.shape[0])
-            weight_format.pack(
-                panels,
-                first + n_interleaved * block.start,
-                n_interleaved,
-                _get_source_rows(tensor, weight_format, begin, end),
-                group_size,
-            )
+            rows = weight_format.read_rows(tensor, begin, end)
+            weight_format.pack(panels, first + n_interleaved * block.start, n_interleaved, rows, group_size)
             progress((sum(sizes[:i]) + block.stop) / sum(sizes))
     return Matrix(weight_format, panels, n, group_size)
-
-
-def _get_source_rows(tensor: Any, weight_format: WeightFormat, first: int, last: int) -> Any:
-    """Return rows first to last (exclusive) of a tensor in the form that the weight format packs."""
-    if not weight_format.is_gguf_block:
-        return tensor[first:last]
-    scales = getattr(tensor, "scales", None)
-    return GGUFBlockRows(tensor.type, tensor.read_blocks(first, last), None if scales is None else scales[first:last])
 
 
 def convert(matrix: Matrix, weight_format: WeightFormat, allocate: Callable[..., Float32] = zeros) -> Matrix:
@@ -336,13 +324,7 @@ def convert(matrix: Matrix, weight_format: WeightFormat, allocate: Callable[...,
         weight_format: Format of the new matrix.
         allocate: Function that returns zeros of a shape.
     """
-    group_size = weight_format.get_group_size(matrix.n, 0)
-    panels = allocate(len(matrix.panels), *weight_format.get_panel_shape(matrix.n, group_size))
-    for block in iter_panel_blocks(len(panels), matrix.n):
-        weight_format.pack(
-            panels, block.start, 1, matrix.weight_format.unpack(matrix.panels, matrix.n, matrix.group_size, block), group_size
-        )
-    return replace(matrix, weight_format=weight_format, panels=panels, group_size=group_size)
+    return pack_matrix([matrix], weight_format, allocate=allocate).place(matrix.first_panel, matrix.n_total_panels)
 
 
 def iter_panel_blocks(size: int, n: int) -> Iterable[slice]:

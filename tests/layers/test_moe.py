@@ -11,7 +11,8 @@ from specdec.layers.block import NO_VECTOR
 from specdec.layers.moe import SIGMOID, SOFTMAX_OF_ALL, SOFTMAX_OF_CHOSEN, add_experts, route
 from specdec.quant import BF16, FP16, FP32, INT4, INT8
 from specdec.quant.gguf_repacking import WEIGHT_FORMATS as BLOCK_FORMATS
-from specdec.quant.packed_matrix import ALL_PANELS, ExpertRouting, pack_matrix
+from specdec.quant.gguf_repacking import GGUFFormat
+from specdec.quant.packed_matrix import ExpertRouting, pack_matrix
 from specdec.runtime import op_program
 from specdec.runtime.memory import zeros
 from specdec.runtime.op_program import Executor
@@ -96,7 +97,7 @@ class Mixture:
     """A mixture of experts in a weight format."""
 
     def __init__(self, weight_format, n_experts=6, n_chosen=3, n_threads=1):
-        dim, hidden = (512, 256) if weight_format.is_gguf_block else (96, 40)
+        dim, hidden = (512, 256) if isinstance(weight_format, GGUFFormat) else (96, 40)
         self.router, self.dim, self.n_threads = Router(n_experts, n_chosen, n_threads=n_threads), dim, n_threads
         self.w1, self.w3 = (make_matrices(weight_format, n_experts, hidden, dim, seed=i) for i in (1, 2))
         self.w2 = make_matrices(weight_format, n_experts, dim, hidden, seed=3)
@@ -132,7 +133,7 @@ class Mixture:
 
 def make_matrices(weight_format, n_experts, rows, n, seed):
     """Return a matrix for each expert, as files of this format store it."""
-    if weight_format.is_gguf_block:
+    if isinstance(weight_format, GGUFFormat):
         return [RandomBlockTensor(weight_format.name, rows, n, n_experts * seed + i) for i in range(n_experts)]
     return [*to_half(random(n_experts, rows, n, seed=seed), weight_format.name)]
 
@@ -144,8 +145,7 @@ WEIGHT_FORMATS_BY_NAME = {
 
 def unpack(weight_format, matrices):
     """Return the weights (E, rows, n) after packing."""
-    packed = [(pack_matrix([each], weight_format), each.shape[0]) for each in matrices]
-    unpacked = [weight_format.unpack(m.panels, m.n, m.group_size, ALL_PANELS)[:rows, : m.n] for m, rows in packed]
+    unpacked = [pack_matrix([each], weight_format)[: each.shape[0]] for each in matrices]
     return np.stack(unpacked).astype(np.float64)
 
 

@@ -23,7 +23,7 @@ from specdec.model import get_architecture
 from specdec.model.model import Model
 from specdec.model_config import Llama3RopeScaling, ModelConfig
 from specdec.quant.gguf_repacking import BLOCK_TYPES, WEIGHT_FORMATS, dequantize
-from specdec.quant.packed_matrix import pack_matrix
+from specdec.quant.packed_matrix import GGUFBlockRows, pack_matrix
 from specdec.runtime.memory import all_finite
 from tests.tools import hf_folders
 from tests.tools.block_tensors import block_model
@@ -64,8 +64,8 @@ def test_dequantized_blocks_equal_those_of_the_package(type_name: str) -> None:
     with np.load(PACKAGE / "blocks.npz") as file:
         blocks, floats = file[type_name], file[f"{type_name}_floats"]
     assert blocks.shape[1] == BLOCK_TYPES[type_name].n_bytes and floats.shape[1] == BLOCK_TYPES[type_name].layout.block_columns
-    np.testing.assert_array_equal(dequantize(type_name, blocks), floats, strict=True)
-    np.testing.assert_array_equal(dequantize(type_name, blocks.reshape(2, -1)), floats.reshape(2, -1), strict=True)
+    np.testing.assert_array_equal(dequantize(GGUFBlockRows(type_name, blocks)), floats, strict=True)
+    np.testing.assert_array_equal(dequantize(GGUFBlockRows(type_name, blocks.reshape(2, -1))), floats.reshape(2, -1), strict=True)
 
 
 def test_a_file_written_by_the_package_is_read() -> None:
@@ -246,7 +246,7 @@ def test_a_classifier_equal_to_the_embedding_is_shared(tmp_path: Path) -> None:
 def dequantize_all(tensors: dict[str, Any]) -> dict[str, Any]:
     """Return the same tensors, dequantized."""
     return {
-        name: dequantize(tensor.type, np.frombuffer(tensor.data, np.uint8).reshape(tensor.shape[0], -1))
+        name: dequantize(GGUFBlockRows(tensor.type, np.frombuffer(tensor.data, np.uint8).reshape(tensor.shape[0], -1)))
         if isinstance(tensor, RawTensor)
         else tensor
         for name, tensor in tensors.items()
@@ -266,8 +266,8 @@ def test_quantized_tensors_have_the_same_row_order_as_floats(tmp_path: Path, a: 
                 type_names.add(tensor.type)
                 n = tensor.shape[0]
                 blocks_slice = tensor.read_blocks(n // 3, n // 2)
-                assert blocks_slice.flags.c_contiguous and blocks_slice.dtype == np.uint8
-                np.testing.assert_array_equal(dequantize(tensor.type, blocks_slice), expected[n // 3 : n // 2])
+                assert blocks_slice.raw_bytes.flags.c_contiguous and blocks_slice.raw_bytes.dtype == np.uint8
+                np.testing.assert_array_equal(dequantize(blocks_slice), expected[n // 3 : n // 2])
                 np.testing.assert_array_equal(tensor[n // 3 : n // 2], expected[n // 3 : n // 2])
     assert len(type_names) > 4
 
@@ -323,15 +323,15 @@ def test_a_scale_of_a_tensor_multiplies_the_scales_of_its_groups(tmp_path: Path)
     for name, shape in SCALED_SHAPES.items():
         blocks = np.frombuffer(tensors[f"{name}.weight"].data, np.uint8).reshape(-1, 36)
         scales = np.repeat(tensors[f"{name}.scale"], len(blocks) // len(tensors[f"{name}.scale"]))
-        expected = dequantize("NVFP4", blocks, scales).reshape(-1, shape[-1])
-        unscaled = dequantize("NVFP4", blocks) * scales[:, None]
+        expected = dequantize(GGUFBlockRows("NVFP4", blocks, scales)).reshape(-1, shape[-1])
+        unscaled = dequantize(GGUFBlockRows("NVFP4", blocks)) * scales[:, None]
         np.testing.assert_allclose(expected, unscaled.reshape(expected.shape), rtol=2e-7)
         tensor = model.get_tensor(f"{name}.weight", shape)
         np.testing.assert_array_equal(tensor[:], expected)
         np.testing.assert_array_equal(tensor.slice_rows(30, 40)[3:], expected[33:40])
         np.testing.assert_array_equal(tensor.select_rows(np.array([39, 2, 1]))[:2], expected[[39, 2]])
         matrix = pack_matrix([tensor], WEIGHT_FORMATS["NVFP4"])
-        np.testing.assert_array_equal(matrix.weight_format.unpack(matrix.panels, shape[-1], 16)[: len(expected)], expected)
+        np.testing.assert_array_equal(matrix[: len(expected)], expected)
     model.check_all_used()
 
 
@@ -757,7 +757,7 @@ def test_older_and_newer_qwen3_next_files_give_the_same_delta_nets(tmp_path: Pat
     assert_same_tensors(load_checkpoint(write_model(tmp_path, keys, older)), load_checkpoint(PACKAGE / "qwen3_next.gguf"))
     blocks = random_blocks(np.random.default_rng(0), "Q8_0", 192, 32)
     path = write_model(tmp_path, keys, older | {"blk.1.ssm_in.weight": blocks})
-    heads = dequantize("Q8_0", np.frombuffer(blocks.data, np.uint8).reshape(192, -1)).reshape(2, 96, 32)
+    heads = dequantize(GGUFBlockRows("Q8_0", np.frombuffer(blocks.data, np.uint8).reshape(192, -1))).reshape(2, 96, 32)
     np.testing.assert_array_equal(load_checkpoint(path).tensors["1.delta_z"][30:40], heads[:, 64:].reshape(64, 32)[30:40])
 
 

@@ -9,7 +9,7 @@ from specdec.loaders.checkpoint import BYTE, FP16, FP32, FileTensor, ModelFile
 from specdec.loaders.gguf_blocks import BlockTensor
 from specdec.quant import BF16, INT4, INT8, choose_weight_format, packed_matrix
 from specdec.quant import FP32 as FP32_KIND
-from specdec.quant.gguf_repacking import BLOCK_TYPES, WEIGHT_FORMATS
+from specdec.quant.gguf_repacking import BLOCK_TYPES, WEIGHT_FORMATS, GGUFFormat
 from specdec.quant.packed_matrix import WeightFormat, convert, pack_matrix
 from specdec.runtime.memory import LARGE_PAGE_WORDS, SMALL_PAGE_WORDS, Arena, touch_words
 from specdec.runtime.op_program import run_on_all_threads
@@ -80,7 +80,7 @@ def test_chunks_are_small_and_end_between_heads(monkeypatch: pytest.MonkeyPatch,
 )
 def test_packed_bits_do_not_depend_on_the_chunk_size(monkeypatch: pytest.MonkeyPatch, weight_format: WeightFormat) -> None:
     rows, n = 600, 512
-    if weight_format.is_gguf_block:
+    if isinstance(weight_format, GGUFFormat):
         tensors = [RandomBlockTensor(weight_format.name, rows, n, seed) for seed in range(2)]
     else:
         noise = np.random.default_rng(0).standard_normal((2, rows, n)).astype(np.float32)

@@ -82,7 +82,7 @@ def test_matmul_equals_that_of_widened_weights_bit_for_bit(weight_format: Weight
             pack_matrix([widen_exactly(tensor) for tensor in w], FP32, n_interleaved),
         )
         assert_same_products(matrix, wide, n, range(1, 65))
-        assert_same_bits(matrix.weight_format.unpack(matrix.panels, n, 0), wide.weight_format.unpack(wide.panels, n, 0))
+        assert_same_bits(matrix[:], wide[:])
         assert 2 * matrix.panels.nbytes == wide.panels.nbytes
 
 

@@ -66,7 +66,7 @@ def test_block_types_keep_their_values_and_multiply_like_floats(types):
     assert weight_format.name == MIXES.get(types, types[0])
     adds_minima = len({BLOCK_TYPES[name].layout.has_minima for name in types}) > 1
     matrix = pack_matrix(tensors, weight_format)
-    stored = weight_format.unpack(matrix.panels, N, matrix.group_size)
+    stored = matrix[:]
     expected = np.zeros_like(stored)
     for i, tensor in enumerate(tensors):
         first = i * -(-ROWS // PANEL_ROWS) * PANEL_ROWS
@@ -103,7 +103,7 @@ def test_every_bit_of_a_word_is_one_bit_of_one_code(name):
     assert sorted(stored) == [(word, bit) for word in range(layout.unit_words) for bit in range(8)]
     n_code_words = layout.unit_groups * layout.group_size // 4
     assert sorted(codes) == [(k, first_bit + bit) for k in range(n_code_words) for bit in range(layout.bits)]
-    words = np.random.default_rng(0).integers(0, 2**32, (2, 3, layout.n_units, layout.unit_words), np.uint32)
+    words = np.random.default_rng(0).integers(0, 2**32, (2, 3, layout.n_units * layout.unit_words), np.uint32)
     layout = layout._replace(codebook="")
     np.testing.assert_array_equal(pack_codes(layout, unpack_codes(layout, words)), words)
 
@@ -207,7 +207,7 @@ def test_int4_error_is_smaller_than_that_of_min_max_scaling():
     rng = np.random.default_rng(0)
     rows = (rng.standard_normal((200, 576)) * rng.random((200, 1))).astype(np.float32)
     matrix = pack_matrix([rows], INT4)
-    error = ((INT4.unpack(matrix.panels, 576, 32)[:200] - rows).reshape(200, -1, 32).astype(np.float64) ** 2).sum(-1)
+    error = ((matrix[:200] - rows).reshape(200, -1, 32).astype(np.float64) ** 2).sum(-1)
     assert error.sum() < 0.85 * min_max_error(rows).sum()
     assert (error < 1.05 * min_max_error(rows) + 1e-9).all()  # fp16 rounding
 
@@ -218,7 +218,7 @@ def test_int4_of_weights_with_few_bits_is_exact():
     rows = (codes * 0.25 - 2).astype(np.float32)
     rows[7], rows[8] = 0, -3
     matrix = pack_matrix([rows], INT4)
-    np.testing.assert_array_equal(INT4.unpack(matrix.panels, 64, 32)[:40], rows)
+    np.testing.assert_array_equal(matrix[:40], rows)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -233,7 +233,7 @@ def test_int4_of_a_nonfinite_weight_is_nonfinite(bad):
 @pytest.mark.parametrize("size", [1e-45, 1e-30, 1e-7, 1e-5, 1e4, 1e6, 1e30])
 def test_int4_of_tiny_and_huge_weights_is_finite_and_close_within_fp16_range(size):
     rows = np.random.default_rng(0).standard_normal((40, 64)).astype(np.float32) * np.float32(size)
-    got = INT4.unpack(pack_matrix([rows], INT4).panels, 64, 32)[:40]
+    got = pack_matrix([rows], INT4)[:40]
     assert np.isfinite(got).all()
     if 1e-5 <= size <= 1e4:
         assert np.abs(got - rows).max() < 0.2 * np.abs(rows).max()
@@ -246,7 +246,7 @@ def test_int4_row_may_end_inside_a_group():
     x = zeros(3, 64)
     x[:, :50] = np.random.default_rng(1).standard_normal((3, 50))
     x[:, 50:] = np.nan
-    stored = INT4.unpack(matrix.panels, 50, 32)[:40]
+    stored = matrix[:40]
     expected = x[:, :50] @ stored.T
     np.testing.assert_allclose(run_matmul(matrix, x, 3)[:, :40], expected, atol=0.02 * np.abs(expected).max())
 

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from specdec.quant.gguf_repacking import BLOCK_TYPES, dequantize
+from specdec.quant.packed_matrix import GGUFBlockRows
 from specdec.runtime.memory import zeros
 from specdec.runtime.op_program import Executor
 from specdec.runtime.simd import CPU_FEATURES
@@ -33,11 +34,11 @@ class RandomBlockTensor:
         self.raw = raw.reshape(rows, -1)
         self.scales: np.ndarray | None = None
 
-    def read_blocks(self, first: int, last: int) -> np.ndarray:
-        return self.raw[first:last]
+    def read_blocks(self, first: int, last: int) -> GGUFBlockRows:
+        return GGUFBlockRows(self.type, self.raw[first:last], None if self.scales is None else self.scales[first:last])
 
     def __getitem__(self, rows: slice) -> np.ndarray:
-        return dequantize(self.type, self.raw[rows], None if self.scales is None else self.scales[rows])
+        return dequantize(self.read_blocks(*rows.indices(self.shape[0])[:2]))
 
 
 def run_matmul(matrix, x, n_tokens, n_threads=1):

@@ -41,6 +41,7 @@ from specdec.model.llama import LLAMA
 from specdec.model.model import KVFormatName, Model
 from specdec.model_config import ModelConfig
 from specdec.quant import FP32, INT4, INT8
+from specdec.quant.gguf_repacking import GGUFFormat
 from specdec.quant.int8 import NATIVE_INT8, PORTABLE_INT8
 from specdec.quant.packed_matrix import pack_matrix
 from specdec.runtime.memory import zeros
@@ -264,9 +265,8 @@ def get_oracle_tensors(checkpoint, weights, kind):
         for key, layer in shard.plan.tensors:
             tensor = checkpoint.tensors[key] if layer is None else checkpoint.tensors[key][layer]
             array = tensor[:]
-            if not matrix.weight_format.is_gguf_block:
-                packed = pack_matrix([tensor], matrix.weight_format)
-                array = packed.weight_format.unpack(packed.panels, packed.n, packed.group_size)[: len(array)]
+            if not isinstance(matrix.weight_format, GGUFFormat):
+                array = pack_matrix([tensor], matrix.weight_format)[: len(array)]
             array = reference.Int8ActivationMatrix(array, matrix.group_size) if matrix.group_size else array
             if layer is None:
                 tensors[key] = array
