@@ -358,8 +358,8 @@ def broadcast(builder, scalar, vector_type):
 splat = make_intrinsic(vector, types.float32, emit=lambda b, scalar: broadcast(b, scalar, FLOAT_VECTOR))
 # The correctly rounded square root of a float32; numba's own calls the C library
 sqrt = make_intrinsic(types.float32, types.float32, emit=lambda b, x: call_llvm_intrinsic(b, "llvm.sqrt.f32", F32, x))
-# (vector, i) -> the float in lane i
-extract_lane = make_intrinsic(types.float32, vector, types.intp, emit=lambda b, v, i: b.extract_element(v, i))
+# (vector of one part, i) -> the number in lane i
+extract_lane = make_token_intrinsic(2, lambda v, i: v.dtype, lambda b, arg_types, v, i: b.extract_element(v, i))
 
 
 class StorageDtype(NamedTuple):
@@ -440,14 +440,19 @@ HAS_FP16_CONVERSION = IS_ARM64 or "+f16c" in FEATURES
 to_nearest_fp16 = _to_nearest_fp16 if HAS_FP16_CONVERSION else portable_to_nearest_fp16
 
 
-def narrow_fp16(builder: ir.IRBuilder, v: ir.Value, to_nearest: Emitter = to_nearest_fp16) -> ir.Value:
-    """Emit the conversion of a float32 vector to fp16 bits, with NaN for numbers too large for fp16, to detect the overflow.
+def narrow(builder: ir.IRBuilder, storage: StorageDtype, v: ir.Value, to_nearest: Emitter = to_nearest_fp16) -> ir.Value:
+    """Emit the items that store a float32 vector: fp16 bits unless the storage format is float32.
+
+    Numbers too large for fp16 become NaN, to detect the overflow.
 
     Args:
         builder: The builder.
+        storage: Storage format of the items.
         v: The vector.
         to_nearest: Function that emits the bits of the nearest fp16, for numbers that fit.
     """
+    if storage is FP32_STORAGE:
+        return v
     fits = builder.fcmp_ordered("<", call_float_function(builder, "fabs", v), make_constant_vector(v.type, MIN_FP16_OVERFLOW))
     return builder.select(fits, to_nearest(builder, v), make_constant_vector(_HALF_VECTOR, 0x7E00))
 
@@ -491,51 +496,32 @@ load_bf16 = make_load(BF16_STORAGE)
 load_item = make_intrinsic(types.float32, None, types.intp, emit=lambda b, _, get_pointer: b.load(get_pointer(F32, F32)))
 
 
-def make_store(to_nearest: Emitter) -> CompiledFunction:
-    """Return an intrinsic (array, index, value) that stores a float32 vector from a flat index on, as the array's dtype.
-
-    to_nearest: As in `narrow_fp16`, for uint16 arrays: see `get_storage_dtype`.
-    """
-
-    def emit(builder: ir.IRBuilder, storage: StorageDtype, get_pointer: Callable[..., ir.Value], value: ir.Value) -> None:
-        value = value if storage is FP32_STORAGE else narrow_fp16(builder, value, to_nearest)
-        builder.store(value, get_pointer(storage.item, storage.vector(LANES)), align=storage.item_bytes)
-
-    return make_intrinsic(types.void, None, types.intp, vector, emit=emit)
-
-
-store = make_store(to_nearest_fp16)
-
-
-def _emit_store_item(builder: ir.IRBuilder, storage: StorageDtype, get_pointer: Callable[..., ir.Value], value: ir.Value) -> None:
-    """Emit the store of one float32 to an array, converted to fp16 unless the array holds float32."""
-    if storage is not FP32_STORAGE:
-        value = builder.extract_element(narrow_fp16(builder, broadcast(builder, value, FLOAT_VECTOR)), ir.Constant(I32, 0))
-    builder.store(value, get_pointer(storage.item, storage.item))
-
-
-store_item = make_intrinsic(types.void, None, types.intp, types.float32, emit=_emit_store_item)
-
-
-def _make_byte_store(value, convert):
-    """Return an intrinsic (array, index, value) that converts a value and stores it at an index counted in bytes.
+def make_store(value_type: types.Type, convert: Emitter, item: ir.Type | None = None) -> CompiledFunction:
+    """Return an intrinsic (array, index, value) that converts a value and stores it at a flat index.
 
     Args:
-        value: numba type of the value.
-        convert: Function that emits the conversion.
+        value_type: numba type of the value.
+        convert: Emits what is stored: convert(builder, `StorageDtype` of the array, value).
+        item: LLVM type that the index counts; None: the array's items.
     """
 
     def emit(builder: ir.IRBuilder, storage: StorageDtype, get_pointer: Callable[..., ir.Value], value: ir.Value) -> None:
-        converted = convert(builder, value)
-        builder.store(converted, get_pointer(I8, converted.type), align=1)
+        converted = convert(builder, storage, value)
+        builder.store(converted, get_pointer(item or storage.item, converted.type), align=1)
 
-    return make_intrinsic(types.void, None, types.intp, value, emit=emit)
+    return make_intrinsic(types.void, None, types.intp, value_type, emit=emit)
 
 
-_BYTE_VECTOR = ir.VectorType(I8, LANES)
-store_bytes = _make_byte_store(vector, lambda b, v: b.trunc(b.fptosi(v, INT_VECTOR), _BYTE_VECTOR))  # a vector of integral floats
-store_byte = _make_byte_store(types.float32, lambda b, v: b.fptosi(v, I8))  # an integral float32
-store_int = _make_byte_store(types.float32, lambda b, v: b.fptosi(v, I32))  # likewise
+def _narrow_number(builder, storage, x):
+    return builder.extract_element(narrow(builder, storage, broadcast(builder, x, FLOAT_VECTOR)), I32(0))
+
+
+store = make_store(vector, narrow)
+store_item = make_store(types.float32, _narrow_number)
+# The next three count the index in bytes, and take integral floats.
+store_bytes = make_store(vector, lambda b, storage, v: b.trunc(b.fptosi(v, INT_VECTOR), ir.VectorType(I8, LANES)), I8)
+store_byte = make_store(types.float32, lambda b, storage, x: b.fptosi(x, I8), I8)
+store_int = make_store(types.float32, lambda b, storage, x: b.fptosi(x, I32), I8)
 # (array, index) -> the unsigned byte at an index in bytes
 load_byte = make_intrinsic(types.int64, None, types.intp, emit=lambda b, _, get_pointer: b.zext(b.load(get_pointer(I8, I8)), I64))
 

@@ -1,5 +1,6 @@
 """KV cache formats: rounding, bits that do not depend on the batch, memory, and the kv option."""
 
+import functools
 import pickle
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from specdec.model import get_architecture
 from specdec.model.model import Model, count_kv_bytes_per_token
 from specdec.quant import BF16, FP32, INT8
 from specdec.runtime.memory import zeros
-from specdec.runtime.simd import LANES, load, make_store, portable_to_nearest_fp16, store, store_item
+from specdec.runtime.simd import LANES, load, make_store, narrow, portable_to_nearest_fp16, store, store_item, vector
 from specdec.sampling import Sampling
 from tests.tools import reference
 from tests.tools.cache_contents import get_buffers
@@ -24,7 +25,7 @@ from tests.tools.family_models import random_tensors as family_tensors
 from tests.tools.half_precision import to_half
 from tests.tools.random_models import CONFIGS, THREAD_COUNTS, random_model, random_tokens, run_in_blocks
 
-portable_store = make_store(portable_to_nearest_fp16)
+portable_store = make_store(vector, functools.partial(narrow, to_nearest=portable_to_nearest_fp16))
 
 
 @numba.njit
