@@ -25,7 +25,7 @@ import numpy as np
 from specdec.quant import matmul
 from specdec.quant.fp16_bf16 import BF16, HalfFormat, view_bits
 from specdec.quant.fp32 import panel_tile, transpose_rows
-from specdec.quant.matmul import MatmulArgs, Rows, Tile, TileArgs, TileShape, get_number, point_to_bytes, point_to_floats
+from specdec.quant.matmul import MatmulArgs, Tile, TileArgs, TileShape, get_number, get_rows, point_to_bytes, point_to_floats
 from specdec.quant.packed_matrix import Floats, PackingOverflowError
 from specdec.runtime import op_program, simd, tile_simd
 from specdec.runtime.code_cache import CompiledFunction, inlined, jitable, make_dispatcher
@@ -35,6 +35,7 @@ from specdec.runtime.simd import HAS_AVX512, LINE_BYTES, MAX_TILE_TOKENS, N_REGI
 from specdec.runtime.work_stealing import get_chunk_range
 
 BLOCK_COLUMNS = 4
+BLOCK_ROWS = 4  # whose bytes lie together
 HALF_ROWS, HALF_BLOCK_BYTES = 16, 64  # half of a block's rows
 BLOCK_WORDS, BLOCK_BYTES, SLOT_BYTES = 48, 192, 2 * HALF_BLOCK_BYTES
 FIRST_SLOT_WORD, USED_SLOTS_WORD = 5, 6  # words back from the blocks; the number of used slots is only in the first header
@@ -196,8 +197,8 @@ def make_tile(look_up: CompiledFunction) -> Tile:
 
 
 packed_tile = make_tile(tile_simd.look_up_bytes)
-PACKED_TILE_LIMITS = packed_tile.max_tokens, packed_tile.max_full_panel_tokens
-read_panel_columns = make_column_reader(PANEL_ROWS, tile_simd.look_up_bytes)
+PACKED_TILE_LIMITS = packed_tile.limits
+read_panel_columns, read_row_columns = (make_column_reader(rows, tile_simd.look_up_bytes) for rows in (PANEL_ROWS, BLOCK_ROWS))
 point_to_panel_columns = tile_simd.make_pointer_getter(simd.FP32_STORAGE, PANEL_ROWS)
 
 
@@ -224,15 +225,15 @@ def multiply_packed(tile, limits, run, thread, p):
     n_tokens = run.n_logits if p.logits_only else run.n_tokens
     x, n, n_tiles = p.x[thread if p.x.shape[0] > 1 else 0], p.n // BLOCK_COLUMNS, ceil_div(n_tokens, limits[0])
     words = locate_blocks(p.w, n, 1)[0] - locate_blocks(p.w, n, 0)[0]
+    line_step = matmul.get_line_step(n_tiles)
     for panel in range(first, last):
         at, to_end = locate_blocks(p.w, n, panel)
         for i in range(n_tiles):
             t, end = get_chunk_range(n_tokens, i, n_tiles)
             ahead = at + (matmul.PREFETCH_WORDS if n_tokens <= limits[1] else words + i * words // n_tiles)
-            out = Rows(point_to_floats(p.out, t * p.out.shape[1] + (p.first_panel + panel) * PANEL_ROWS), p.out.shape[1])
-            x_rows, line_step = Rows(point_to_floats(x, t * x.shape[1]), x.shape[1]), matmul.get_line_step(n_tiles)
             weights, ahead_start = point_to_floats(p.w, at), point_to_bytes(p.w, ahead)
-            tile(end - t, TileArgs(out, weights, ahead_start, line_step, x_rows, n, 4 * to_end, p.accumulate != 0))
+            out = get_rows(p.out, t, (p.first_panel + panel) * PANEL_ROWS)
+            tile(end - t, TileArgs(out, weights, ahead_start, line_step, get_rows(x, t, 0), n, 4 * to_end, p.accumulate != 0))
 
 
 @inlined
@@ -242,9 +243,8 @@ def multiply_unpacked(run, thread, p):
     n_tokens = run.n_logits if p.logits_only else run.n_tokens
     x, n, n_tiles = p.x[thread if p.x.shape[0] > 1 else 0], p.n // BLOCK_COLUMNS, ceil_div(n_tokens, MAX_TILE_TOKENS)
     floats, step, slot = point_to_floats(p.scratch[thread], 0), UNPACK_COLUMNS // BLOCK_COLUMNS, 0
-    line_step = ceil_div(
-        matmul.get_line_step(n_tiles) * BLOCK_WORDS, BLOCK_COLUMNS * PANEL_ROWS
-    )  # packed lines for a line of floats
+    # Bytes of packed columns for a line of floats
+    line_step = ceil_div(matmul.get_line_step(n_tiles) * BLOCK_WORDS, BLOCK_COLUMNS * PANEL_ROWS)
     for panel in range(first, last):
         blocks = locate_panel(p.w, n, panel)
         for q in range(0, n, step):
@@ -253,8 +253,8 @@ def multiply_unpacked(run, thread, p):
             for i in range(n_tiles):
                 t, end = get_chunk_range(n_tokens, i, n_tiles)
                 ahead = tile_simd.advance(blocks.start, q_end * BLOCK_BYTES + i * (step * BLOCK_WORDS) // n_tiles * 4)
-                out = Rows(point_to_floats(p.out, t * p.out.shape[1] + (p.first_panel + panel) * PANEL_ROWS), p.out.shape[1])
-                columns = Rows(point_to_floats(x, t * x.shape[1] + q * BLOCK_COLUMNS), x.shape[1])
+                out = get_rows(p.out, t, (p.first_panel + panel) * PANEL_ROWS)
+                columns = get_rows(x, t, q * BLOCK_COLUMNS)
                 n_columns = (q_end - q) * BLOCK_COLUMNS
                 panel_tile(end - t, TileArgs(out, floats, ahead, line_step, columns, n_columns, 0, p.accumulate != 0 or q > 0))
 
@@ -278,16 +278,10 @@ def embed(run: ForwardContext, thread: int, out: Floats2, w: Floats3, tokens: In
         blocks = locate_panel(w, n // BLOCK_COLUMNS, panel)
         slot = get_first_slot(blocks)
         for q in range(ceil_div(last, BLOCK_COLUMNS)):
-            block = tile_simd.advance(blocks.start, q * BLOCK_BYTES)
+            columns = read_row_columns(blocks, q, row // BLOCK_ROWS * BLOCK_ROWS, slot)
+            numbers = simd.extract_lane(columns, row % BLOCK_ROWS)
             for k in range(max(first - BLOCK_COLUMNS * q, 0), min(last - BLOCK_COLUMNS * q, BLOCK_COLUMNS)):
-                i = get_byte_index(row, k)
-                if has_slot(blocks, q):
-                    upper = tile_simd.load_number(locate_slot(blocks, slot), i)
-                else:
-                    code = tile_simd.load_number(block, i % HALF_BLOCK_BYTES) >> i // HALF_BLOCK_BYTES * 4 & 15
-                    upper = tile_simd.load_number(blocks.start, code - tile_simd.TABLE_BYTES)
-                lower = tile_simd.load_number(block, HALF_BLOCK_BYTES + i)
-                out[t, BLOCK_COLUMNS * q + k] = np.uint32(upper << 24 | lower << 16).view(np.float32)
+                out[t, BLOCK_COLUMNS * q + k] = numbers[k]
             slot += has_slot(blocks, q)
 
 

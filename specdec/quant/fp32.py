@@ -17,8 +17,8 @@ TRANSPOSE_COLUMNS = 32
 
 @inlined
 def get_float_activations(run, thread, p, n_tokens):
-    """Return x as a tile over floats takes it, this thread's copy if there are several, and 0 words per group."""
-    return p.x[thread if p.x.shape[0] > 1 else 0], 0
+    """Return x as a tile over floats takes it, this thread's copy if there are several."""
+    return p.x[thread if p.x.shape[0] > 1 else 0]
 
 
 def make_weight_getter(load_weights):

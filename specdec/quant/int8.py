@@ -42,10 +42,12 @@ def make_int8_tile(dot: Dot4, shape: TileShape) -> Callable[..., None]:
         """out[t, r] (+)= sum over groups g of (sum over k in g of w[r, k] * x[t, k]) * scale of w[r, g] * scale of x[t, g].
 
         The integer sums of a group are exact, so their order is free. Its float sum enters its row's chain in order. p.n is the
-        number of groups, p.stride the words of a group. The tuples of `xs` and the sums have an element for each token.
+        number of groups, p.stride the words of a group for all rows. The tuples of `xs` and the sums have an element for each
+        token.
         """
-        n_words, x_words = p.stride, GROUP_HEADER_WORDS + p.stride
-        group_words, step = (1 + n_words) * PANEL_ROWS, p.line_step * rows // simd.LINE_WORDS  # bytes to prefetch for a word
+        group_words, n_words = p.stride, p.stride // PANEL_ROWS - 1
+        x_words = GROUP_HEADER_WORDS + n_words
+        step = p.line_step * rows // simd.LINE_WORDS  # bytes to prefetch for a word
         xs = split_tokens(get_words(p.x.start, 0), p.x.stride)
         x_scales = split_tokens(get_floats(p.x.start, 0), p.x.stride)
         for block in range(n_blocks):
@@ -120,14 +122,14 @@ def make_activation_getter(zero_point: int) -> CompiledFunction:
 
     @inlined
     def get_activations(run, thread, p, n_tokens):
-        """Return this thread's activations x quantized to int8, as a tile over groups takes them, and the words of an int8 group.
+        """Return this thread's activations x quantized to int8, as a tile over groups takes them.
 
         Quantizes x into the thread's scratch in its first chunk of the phase: x of one thread would need a phase of its own.
         """
         codes = p.scratch[thread]
         if run.is_first_chunk:
             quantize_activations(codes, p.x[thread if p.x.shape[0] > 1 else 0], p.n, p.group_size, n_tokens, zero_point)
-        return codes, p.w.shape[2] // PANEL_ROWS - 1
+        return codes
 
     return get_activations
 

@@ -90,7 +90,7 @@ class TileArgs(NamedTuple):
         line_step: Bytes of the prefetch for each line of weights: LINE_BYTES, or less if several tiles share it.
         x: `Rows` of activations, as floats or as the weight format quantizes them.
         n: Columns, groups or blocks.
-        stride: Items to the second panel of a pair, words of a group of int8, or bytes to the end of a matrix of 12 bits.
+        stride: Items to the second panel of a pair, words of one of the n, or bytes to the end of a matrix of 12 bits.
         accumulate: Whether to add to out.
     """
 
@@ -229,10 +229,10 @@ class Tile:
         self.make, self.choose_shape, self.max_tokens = make, choose_shape, max_tokens
 
     @property
-    def max_full_panel_tokens(self) -> int:
-        """The maximum number of tokens with which a tile still covers all rows of a panel at once."""
+    def limits(self) -> tuple[int, int]:
+        """The maximum numbers of tokens of a tile, and of one that still covers all rows of a panel at once."""
         fits = (t for t in range(1, self.max_tokens + 1) if self.choose_shape(PANEL_ROWS, t).rows == PANEL_ROWS)
-        return max(fits, default=0)
+        return self.max_tokens, max(fits, default=0)
 
     def get_shapes(self) -> list[TileShape]:
         """Return the shape for each number of tokens, with the maximum number of tokens of its rows and lanes."""
@@ -266,38 +266,32 @@ def _get_type_of_tile(tile: Tile, context: object) -> types.Type:
     return types.Dispatcher(tile.dispatcher)
 
 
-class MatmulSlice(NamedTuple):
-    """The part of a matmul to compute: panels first to last (exclusive) for n_tokens tokens.
-
-    out_panel_offset: Panels of the output above the matrix's own.
-    """
-
-    first: int
-    last: int
-    n_tokens: int
-    out_panel_offset: int
+@inlined
+def get_rows(array, t, column):
+    """Return the `Rows` of an array of floats (T, n) from row t on, each from a column on."""
+    return Rows(point_to_floats(array, t * array.shape[1] + column), array.shape[1])
 
 
 @inlined
-def multiply_panels(tile, limits, out, w, x, stride, part, accumulate):
-    """out[t] (+)= W x[t] for the panels and tokens of a `MatmulSlice`, by a `Tile` with its (max_tokens, max_full_panel_tokens).
+def multiply_panels(tile, limits, out, first_panel, w, x, accumulate):
+    """out[t] (+)= W x[t] for all panels w and rows x[t], by a `Tile` with its limits; w[0] is panel first_panel of out.
 
     A tile over all rows prefetches from its own panel. With several row blocks or tiles, the first finds its panel in the cache:
     each of the earlier ones has prefetched a part of it, so memory is never idle while they compute. On Zen 5 that takes 0.89
-    and 0.94 of the time at 16 and 64 tokens in fp32, 0.95 and 0.97 in int8. stride: See `TileArgs`.
+    and 0.94 of the time at 16 and 64 tokens in fp32, 0.95 and 0.97 in int8.
     """
-    n_tiles, words = ceil_div(part.n_tokens, limits[0]), w.shape[1] * w.shape[2]
+    n_panels, n, stride = w.shape
+    n_tokens, words = x.shape[0], n * stride
+    n_tiles = ceil_div(n_tokens, limits[0])
     line_step = get_line_step(n_tiles)
-    for panel in range(part.first, part.last):
+    for panel in range(n_panels):
         start = panel * words
         for i in range(n_tiles):
-            t, end = get_chunk_range(part.n_tokens, i, n_tiles)
-            ahead = start + (PREFETCH_WORDS if part.n_tokens <= limits[1] else words + i * words // n_tiles)
-            out_start = point_to_floats(out, t * out.shape[1] + (part.out_panel_offset + panel) * PANEL_ROWS)
-            x_rows = Rows(point_to_floats(x, t * x.shape[1]), x.shape[1])
+            t, end = get_chunk_range(n_tokens, i, n_tiles)
+            ahead = start + (PREFETCH_WORDS if n_tokens <= limits[1] else words + i * words // n_tiles)
             weights, ahead_start = point_to_floats(w, start), point_to_bytes(w, ahead)
-            out_rows = Rows(out_start, out.shape[1])
-            tile(end - t, TileArgs(out_rows, weights, ahead_start, line_step, x_rows, w.shape[1], stride, accumulate != 0))
+            out_rows = get_rows(out, t, (first_panel + panel) * PANEL_ROWS)
+            tile(end - t, TileArgs(out_rows, weights, ahead_start, line_step, get_rows(x, t, 0), n, stride, accumulate != 0))
 
 
 class Panels(NamedTuple):
@@ -383,7 +377,8 @@ class ExpertMatmulArgs(NamedTuple):
 def get_chunk_panels(run, p):
     """Return the first and the end panel of `MatmulArgs.w` in this chunk of the whole matrix, split `unit` panels at a time."""
     first, last = get_chunk_range(p.n_total_panels // p.unit, run.chunk, run.n_chunks)
-    return max(p.unit * first - p.first_panel, 0), min(p.unit * last - p.first_panel, p.w.shape[0])
+    first = max(p.unit * first - p.first_panel, 0)
+    return first, max(min(p.unit * last - p.first_panel, p.w.shape[0]), first)
 
 
 def make_matmul(tile: Tile, get_activations: CompiledFunction) -> Callable[..., None]:
@@ -391,16 +386,15 @@ def make_matmul(tile: Tile, get_activations: CompiledFunction) -> Callable[..., 
 
     Args:
         tile: The tile.
-        get_activations: Inlined function (run, thread, args, n_tokens) that returns x in the form that the tile takes, and its
-            `stride`.
+        get_activations: Inlined function (run, thread, args, n_tokens) that returns x in the form that the tile takes.
     """
-    limits = tile.max_tokens, tile.max_full_panel_tokens
+    limits = tile.limits
 
     def matmul(run: ForwardContext, thread: int, p: MatmulArgs) -> None:
         first, last = get_chunk_panels(run, p)
         n_tokens = run.n_logits if p.logits_only else run.n_tokens
-        x, stride = get_activations(run, thread, p, n_tokens)
-        multiply_panels(tile, limits, p.out, p.w, x, stride, MatmulSlice(first, last, n_tokens, p.first_panel), p.accumulate)
+        x = get_activations(run, thread, p, n_tokens)
+        multiply_panels(tile, limits, p.out, p.first_panel + first, p.w[first:last], x[:n_tokens], p.accumulate)
 
     return matmul
 
@@ -411,13 +405,14 @@ def make_expert_matmul(tile: Tile, get_activations: CompiledFunction) -> Callabl
     The tile needs the rows of x of one expert's tokens next to each other. With one row per slot they are; with one row per token
     they are copied if tokens lie between them.
     """
-    limits = tile.max_tokens, tile.max_full_panel_tokens
+    limits = tile.limits
 
     def expert_matmul(run: ForwardContext, thread: int, p: ExpertMatmulArgs) -> None:
-        rows, stride = get_activations(run, thread, p, run.n_tokens * max(p.per_token, 1))
+        rows = get_activations(run, thread, p, run.n_tokens * max(p.per_token, 1))
         starts, slot_tokens, gathered = p.starts[thread], p.tokens[thread], p.gathered[thread]
         expert_panels = p.w.shape[0] // (starts.size - 1)
         first, last = get_chunk_range(expert_panels // p.unit, run.chunk, run.n_chunks)
+        first, last = p.unit * first, p.unit * last
         for expert in range(starts.size - 1):
             start, end = starts[expert], starts[expert + 1]
             n = end - start
@@ -431,9 +426,8 @@ def make_expert_matmul(tile: Tile, get_activations: CompiledFunction) -> Callabl
                     for k in range(rows.shape[1]):
                         gathered[i, k] = rows[token, k]
                 x = gathered[:n]
-            w = p.w[expert * expert_panels : (expert + 1) * expert_panels]
-            matmul_slice = MatmulSlice(p.unit * first, p.unit * last, n, 0)
-            multiply_panels(tile, limits, p.out[start:end], w, x, stride, matmul_slice, False)
+            w = p.w[expert * expert_panels + first : expert * expert_panels + last]
+            multiply_panels(tile, limits, p.out[start:end], first, w, x, False)
 
     return expert_matmul
 
