@@ -18,14 +18,13 @@ from specdec.quant.dot4 import DOT4_BY_NAME, Dot4, choose_dot4
 from specdec.quant.matmul import Tile, TileShape, get_number, make_kernels, prefetch_lines, start_sums
 from specdec.quant.packed_matrix import Floats, Int8Rows, WeightFormat, to_float32
 from specdec.runtime import simd, tile_simd
-from specdec.runtime.code_cache import CompiledFunction, compiled, inlined, jitable
+from specdec.runtime.code_cache import CompiledFunction, compiled, inlined, make_dispatcher
 from specdec.runtime.op_program import Codes3, Floats2, ForwardContext, Words2, Words3, Words4, kernel, run_on_all_threads
 from specdec.runtime.simd import LANES, PANEL_ROWS, Float32, absolute, ceil_div, div, fma, load, maximum, minimum, mul, splat
 from specdec.runtime.work_stealing import get_chunk_range
 
 BYTES_PER_WORD = 4
 ZERO_CODES_WORD = np.uint32(0x80808080)  # four weights of 0 as stored
-MIN_SCALE = np.finfo(np.float32).tiny  # a smaller scale has so few bits that a code may reach 190, which wraps around
 GROUP_HEADER_WORDS = 3  # words before a group's activation codes: its scale, its correction and its sum
 
 
@@ -78,43 +77,70 @@ def make_tile(instruction_set: str) -> tuple[Tile, CompiledFunction]:
 DOT4_NAME = "portable" if os.environ.get("SPECDEC_PORTABLE", "") not in ("", "0") else choose_dot4(simd.CPU_FEATURES)
 
 
+def make_group_quantizer(round_to_integer: CompiledFunction, min_scale: np.float32) -> CompiledFunction:
+    """Return the compiled function quantize_group(codes, at, rows, row, start, end, size) -> the scale and the sum of the codes.
+
+    It quantizes the numbers `start` to `end` (exclusive) of a row to int8: code = round(number / scale), scale = max |number| /
+    127. It writes `size` codes from byte `at` of the array codes on, zeros after the last. If a number is not finite, scale and
+    sum are NaN.
+
+    Args:
+        round_to_integer: Rounds a vector.
+        min_scale: A smaller scale becomes 0.
+    """
+
+    def quantize_group(codes, at, rows, row, start, end, size):
+        lowest, limit, row_start = splat(-127.0), splat(127.0), row * rows.shape[1]
+        whole = start + (end - start) // LANES * LANES
+        top = splat(0.0)
+        for i in range(start, whole, LANES):
+            top = maximum(absolute(load(rows, row_start + i)), top)
+        for i in range(whole, end):
+            top = maximum(absolute(splat(rows[row, i])), top)
+        scale = simd.reduce_max(top) / np.float32(127.0)
+        if scale < min_scale:
+            scale = np.float32(0.0)
+        divisor = splat(scale if scale > 0.0 else np.float32(1.0))
+        total = splat(0.0)
+        for i in range(start, whole, LANES):
+            code = round_to_integer(div(load(rows, row_start + i), divisor))
+            code = maximum(lowest, minimum(limit, code))  # in this order a NaN stays one
+            total = simd.add(total, code)
+            simd.store_bytes(codes, at + i - start, code)
+        group_total = simd.reduce_add(total)
+        for i in range(whole, start + size):
+            code = splat(rows[row, i] if i < end else np.float32(0.0))
+            code = simd.reduce_max(maximum(lowest, minimum(limit, round_to_integer(div(code, divisor)))))
+            group_total += code
+            simd.store_byte(codes, at + i - start, code)
+        return scale + np.float32(0.0) * group_total, group_total
+
+    return make_dispatcher(quantize_group, is_inlined=True)
+
+
+quantize_activation_group = make_group_quantizer(simd.round_half_away, np.float32(0.0))
+# A smaller scale has so few bits that a code may reach 190.
+quantize_weight_group = make_group_quantizer(simd.rint, np.finfo(np.float32).tiny)
+
+
 @compiled
 def quantize_activations(codes, x, n, group_size, n_tokens, zero_point):
-    """Quantize rows x[t, :n] to int8 in codes (the rule of runq.c): code = round(x / scale), scale = max |x| / 127 of a group.
+    """Quantize rows x[t, :n] to int8 in codes (the rule of runq.c), in groups; see `make_group_quantizer`.
 
     Halves round away from 0. codes (T, words) holds for each group its scale, the correction -zero_point * sum of codes, the sum
     of scale * codes, and the codes, 4 to a word, zeros after the last. A group that is not finite has a NaN scale.
     """
     group_words = ceil_div(group_size, BYTES_PER_WORD)
-    lowest, limit = splat(-127.0), splat(127.0)
     for t in range(n_tokens):
-        row, words = t * x.shape[1], t * codes.shape[1]
         for g in range(ceil_div(n, group_size)):
             start, end = g * group_size, min((g + 1) * group_size, n)
-            whole = start + (end - start) // LANES * LANES
-            top = splat(0.0)
-            for i in range(start, whole, LANES):
-                top = maximum(absolute(load(x, row + i)), top)
-            for i in range(whole, end):
-                top = maximum(absolute(splat(x[t, i])), top)
             at = g * (GROUP_HEADER_WORDS + group_words)
-            scale, first = simd.reduce_max(top) / np.float32(127.0), (words + at + GROUP_HEADER_WORDS) * BYTES_PER_WORD
-            divisor = splat(scale if scale > 0.0 else np.float32(1.0))
-            total = splat(0.0)
-            for i in range(start, whole, LANES):
-                code = simd.round_half_away(div(load(x, row + i), divisor))
-                code = maximum(lowest, minimum(limit, code))  # in this order a NaN stays one
-                total = simd.add(total, code)
-                simd.store_bytes(codes, first + i - start, code)
-            group_total = simd.reduce_add(total)
-            for i in range(whole, start + group_words * BYTES_PER_WORD):
-                code = splat(x[t, i] if i < end else np.float32(0.0))
-                code = simd.reduce_max(maximum(lowest, minimum(limit, simd.round_half_away(div(code, divisor)))))
-                group_total += code
-                simd.store_byte(codes, first + i - start, code)
-            codes[t, at] = scale + np.float32(0.0) * group_total
-            simd.store_int(codes, (words + at + 1) * BYTES_PER_WORD, np.float32(-zero_point) * group_total)
-            codes[t, at + 2] = codes[t, at] * group_total
+            first_byte, size = (t * codes.shape[1] + at) * BYTES_PER_WORD, group_words * BYTES_PER_WORD
+            codes_byte = first_byte + GROUP_HEADER_WORDS * BYTES_PER_WORD
+            scale, total = quantize_activation_group(codes, codes_byte, x, t, start, end, size)
+            codes[t, at] = scale
+            simd.store_int(codes, first_byte + BYTES_PER_WORD, np.float32(-zero_point) * total)
+            codes[t, at + 2] = scale * total
 
 
 def make_activation_getter(zero_point: int) -> CompiledFunction:
@@ -143,44 +169,21 @@ def get_weight(w, panel, row, k, n, group_size):
     return np.float32(code) * w[panel, i_group, row]
 
 
-@jitable
-def quantize_group(values, scales, rows, row, g, group_size):
-    """Quantize group g of one row of rows (rows, n) to int8, into values (rows, groups, group size) and scales (rows, groups).
-
-    Zeros fill up the last group. The scale is NaN if a weight is not finite, and 0 if it would be below MIN_SCALE.
-    """
-    n = rows.shape[1]
-    at, out = row * n, (row * scales.shape[1] + g) * group_size
-    start, end = g * group_size, min((g + 1) * group_size, n)
-    whole = start + (end - start) // LANES * LANES
-    top, not_finite = splat(0.0), splat(0.0)
-    for i in range(start, whole, LANES):
-        weights = load(rows, at + i)
-        top, not_finite = maximum(absolute(weights), top), fma(weights, splat(0.0), not_finite)
-    for i in range(whole, end):
-        weights = splat(rows[row, i])
-        top, not_finite = maximum(absolute(weights), top), fma(weights, splat(0.0), not_finite)
-    scale = np.float32(simd.reduce_max(top) / np.float32(127.0))
-    if scale < MIN_SCALE:
-        scale = np.float32(0.0)
-    divisor = splat(scale if scale > 0.0 else np.float32(1.0))
-    for i in range(start, whole, LANES):
-        simd.store_bytes(values, out + i - start, simd.rint(div(load(rows, at + i), divisor)))
-    for i in range(whole, start + group_size):
-        weight = splat(rows[row, i] if i < end else np.float32(0.0))
-        simd.store_byte(values, out + i - start, simd.reduce_max(simd.rint(div(weight, divisor))))
-    scales[row, g] = scale + simd.reduce_add(not_finite)
-
-
 @kernel
 def quantize_all_groups(
     run: ForwardContext, thread: int, values: Codes3, scales: Floats2, rows: Floats2, group_size: int
 ) -> None:
-    """Quantize every group of rows (rows, n) to int8, filling values and scales; see `quantize_group`."""
+    """Quantize rows (rows, n) to int8, into values (rows, groups, group size) and scales (rows, groups).
+
+    Zeros fill up the last group; see `make_group_quantizer`.
+    """
     first, last = get_chunk_range(rows.shape[0], run.chunk, run.n_chunks)
+    n, n_groups = rows.shape[1], scales.shape[1]
     for row in range(first, last):
-        for g in range(scales.shape[1]):
-            quantize_group(values, scales, rows, row, g, group_size)
+        for g in range(n_groups):
+            start, end = g * group_size, min((g + 1) * group_size, n)
+            at = (row * n_groups + g) * group_size
+            scales[row, g], _ = quantize_weight_group(values, at, rows, row, start, end, group_size)
 
 
 def quantize_rows(rows: Float32, group_size: int) -> Int8Rows:
