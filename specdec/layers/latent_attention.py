@@ -18,7 +18,7 @@ from specdec.layers.activations import group_norm
 from specdec.layers.attention import Attention, make_attention_op, make_scales
 from specdec.layers.block import Block, norm_shapes
 from specdec.layers.buffers import Allocator, BufferSizes, KVState, LayerBuffers, pad
-from specdec.layers.latent_ops import LATENT_ATTENTION, STORE_LATENT, gather_heads, rotate_queries, scatter_heads
+from specdec.layers.latent_ops import LATENT_ATTENTION, compute_latents, gather_heads, rotate_queries, scatter_heads
 from specdec.layers.weights import FusedNames, FusedTensors, Shapes
 from specdec.model_config import LatentAttentionConfig, ModelConfig, require_type
 from specdec.quant.packed_matrix import ExpertRouting
@@ -75,20 +75,22 @@ class LatentAttention(Block):
         assert self.layer.rope
         tables = *self.layer.rope, b.depths
         source, before = self.prepare_input()
-        # down-projections of queries, keys and values, and up-projection of queries
+        # down-projections of queries, keys and values
         qkv = queries = self.make_rows("qkv")
-        phases = [[*before, *self.matmul("qkv", qkv, source)]]
+        down = [*before, *self.matmul("qkv", qkv, source)]
+        # latent vectors, up-projection of queries
+        latents, kv_base = new.rows(a.cache_width), pad(a.q_rank or config.q_dim)
+        kv_norm = self.vector("kv_a_norm")[None], LATENT_NORM_EPS
+        up = [compute_latents(latents, qkv, kv_base, *kv_norm, a.kv_rank, a.rope_dim, *tables)]
         if a.q_rank:
             normed, queries = new.rows(pad(a.q_rank), b.sizes.n_threads), new.rows(pad(config.q_dim))
             q_norm = group_norm(normed, qkv[None], self.vector("q_a_norm")[None], a.q_rank, LATENT_NORM_EPS)
-            phases.append([q_norm, *self.matmul("q_b", queries, normed)])
+            up += [q_norm, *self.matmul("q_b", queries, normed)]
         # writes to the KV cache, absorption of the key matrices, RoPE of queries
-        latent, kv_base = new.rows(a.cache_width), pad(a.q_rank or config.q_dim)
-        latent_args = latent, qkv, kv_base, self.vector("kv_a_norm")[None], LATENT_NORM_EPS, a.kv_rank, a.rope_dim
-        store = STORE_LATENT[b.sizes.kv.dtype](kv.values, kv.value_scales, *latent_args, *tables)
         absorbed, mixed = new.rows(heads * a.cache_width), new.rows(heads * a.latent_width, 1)
+        unit = a.cache_width // PANEL_ROWS if b.sizes.kv.is_scaled else 1  # a scale belongs to a whole position
         absorb = [
-            store,
+            b.sizes.kv.store_values(kv.values, kv.value_scales, latents, unit, 0, a.cache_width),
             *self._multiply_heads("k_b", absorbed, a.cache_width, a.kv_rank, queries, a.head_dim, a.nope_dim),
             rotate_queries(absorbed, queries, heads, a.head_dim, a.rope_dim, a.cache_width, a.latent_width, *tables),
         ]
@@ -96,7 +98,7 @@ class LatentAttention(Block):
         out = new.rows(pad(config.output_dim), 1)
         mix = self._multiply_heads("v_b", out[0], a.value_dim, a.value_dim, mixed[0], a.latent_width, a.kv_rank)
         attention = make_attention_op(self, LATENT_ATTENTION[b.sizes.kv.dtype], mixed, absorbed, a.latent_width)
-        return [*phases, absorb, [attention], mix, *self.add_residual("wo", out, "bo")]
+        return [down, up, absorb, [attention], mix, *self.add_residual("wo", out, "bo")]
 
     def _multiply_heads(
         self, matrix: str, out: Float32, out_stride: int, n_out: int, x: Float32, x_stride: int, n: int

@@ -6,17 +6,15 @@ A slot is one head of one token; the slots of a head follow each other, so that 
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from specdec.kernels import AttentionArgs, attend_in_tiles, find_score_panels, get_position, make_query_tile, mix_values, norm_row
-from specdec.layers.kv_formats import compute_scale, encode_q8
 from specdec.quant.matmul import Rows, Tile, TileShape, point_by_dtype, point_to_floats
 from specdec.runtime import tile_simd
 from specdec.runtime.code_cache import CompiledFunction, jitable
-from specdec.runtime.op_program import Codes4, Floats2, Floats3, Floats4, ForwardContext, Halves4, Ints1, Ints2, Kernel, kernel
+from specdec.runtime.op_program import Codes4, Floats2, Floats3, ForwardContext, Halves4, Ints1, Ints2, Kernel, kernel
 from specdec.runtime.simd import FP32_STORAGE, HAS_AVX512, LANES, PANEL_ROWS, ceil_div, fma, load, round_up, store
 from specdec.runtime.work_stealing import get_chunk_range
 
@@ -34,13 +32,11 @@ def rotate_pairs(out, to, x, at, cos, sin, n):
         out[to + k + 1] = second * cos[k + 1] + first * sin[k + 1]
 
 
-class StoreLatentArgs(NamedTuple):
-    """Arguments of the kernels that compute and store what the cache keeps of a token.
+class LatentArgs(NamedTuple):
+    """Arguments of the kernel `compute_latents`.
 
     Attributes:
-        values: KV cache (1, W / R, S, R) of one layer.
-        scales: Scales (1, S) of quantized codes, empty if the cache is not quantized.
-        latent: Scratch (T, W); padding columns are 0.
+        out: Output (T, W); padding columns are 0.
         x: (T, ...); the latent vector and the rows to rotate are the columns from `base` on.
         weight: Norm weights of the latent vector (1, C padded).
         kv_rank: C.
@@ -49,9 +45,7 @@ class StoreLatentArgs(NamedTuple):
         depths: See `build_tree_paths`.
     """
 
-    values: Floats4
-    scales: Floats2
-    latent: Floats2
+    out: Floats2
     x: Floats2
     base: int
     weight: Floats2
@@ -63,40 +57,14 @@ class StoreLatentArgs(NamedTuple):
     depths: Ints1
 
 
-@jitable
-def compute_latent(run, p, t):
-    """Write what the cache keeps of token t to its row of p.latent: rms_norm(latent vector), and the rotated rows of keys."""
-    norm_row(p.latent, t * p.latent.shape[1], p.x, t * p.x.shape[1] + p.base, p.weight, 0, p.kv_rank, p.eps)
-    position, to = get_position(run, p.depths, t), round_up(p.kv_rank, PANEL_ROWS)
-    rotate_pairs(p.latent[t], to, p.x[t], p.base + p.kv_rank, p.cos[position], p.sin[position], p.rope_dim)
-
-
 @kernel
-def store_latent_f32(run: ForwardContext, thread: int, p: StoreLatentArgs) -> None:
-    """Compute the latent vectors and rotated keys of this chunk's tokens, and write them to the cache from slot `pos` on."""
+def compute_latents(run: ForwardContext, thread: int, p: LatentArgs) -> None:
+    """out[t] = what the cache keeps of this chunk's tokens: rms_norm(latent vector), and the rotated rows of keys."""
     first, last = get_chunk_range(run.n_tokens, run.chunk, run.n_chunks)
     for t in range(first, last):
-        compute_latent(run, p, t)
-        for panel in range(p.values.shape[1]):
-            at = (panel * p.values.shape[2] + run.pos + t) * PANEL_ROWS
-            for i in range(0, PANEL_ROWS, LANES):
-                store(p.values, at + i, load(p.latent, t * p.latent.shape[1] + panel * PANEL_ROWS + i))
-
-
-@partial(Kernel, values=Codes4)
-def store_latent_q8(run: ForwardContext, thread: int, p: StoreLatentArgs) -> None:
-    """Compute the latent vectors and rotated keys of this chunk's tokens, and write their int8 codes and scales to the cache.
-
-    Tokens get the slots from `pos` on. A scale belongs to a whole position.
-    """
-    first, last = get_chunk_range(run.n_tokens, run.chunk, run.n_chunks)
-    for t in range(first, last):
-        compute_latent(run, p, t)
-        scale, factor = compute_scale(p.latent, t, 0, p.latent.shape[1])
-        p.scales[0, run.pos + t] = scale
-        for k in range(p.latent.shape[1]):
-            panel, lane = divmod(k, PANEL_ROWS)
-            p.values[0, panel, run.pos + t, lane] = encode_q8(p.latent[t, k], factor)
+        norm_row(p.out, t * p.out.shape[1], p.x, t * p.x.shape[1] + p.base, p.weight, 0, p.kv_rank, p.eps)
+        position, to = get_position(run, p.depths, t), round_up(p.kv_rank, PANEL_ROWS)
+        rotate_pairs(p.out[t], to, p.x[t], p.base + p.kv_rank, p.cos[position], p.sin[position], p.rope_dim)
 
 
 @kernel
@@ -269,12 +237,7 @@ def latent_attention_f32(run: ForwardContext, thread: int, p: AttentionArgs) -> 
     attend_in_tiles(attend_to_latents, run, thread, p, 1)
 
 
-# For each dtype of the KV cache, the kernels that store and that read latent vectors
-STORE_LATENT: dict[type, Kernel] = {
-    np.float32: store_latent_f32,
-    np.uint16: store_latent_f32.specialize("store_latent_f16", values=Halves4),
-    np.int8: store_latent_q8,
-}
+# For each dtype of the KV cache, the kernel that reads latent vectors
 LATENT_ATTENTION: dict[type, Kernel] = {
     np.float32: latent_attention_f32,
     np.uint16: latent_attention_f32.specialize("latent_attention_f16", keys=Halves4, values=Halves4),
