@@ -264,7 +264,7 @@ class DraftResolver:
             return config, weights
         copy = convert(classifier, weight_format.embedding_format or weight_format)
         own_config = replace(config, head=replace(config.head, own_classifier=True))
-        return own_config, Weights(weights.matrices | {"classifier": copy}, weights.vectors)
+        return own_config, Weights(weights.shards | {"classifier": (copy,)}, weights.vectors)
 
     def _fit_to_memory(self, model: ModelT, n_bytes: int) -> ModelT:
         """Return a draft model with as many positions as fit into memory next to the target, at most the target's number.
@@ -450,7 +450,7 @@ class ModelBundle:
         if not (draft := self.draft.model):
             return ""
         borrowed = {id(matrix) for matrix in self.target.weights.matrices.values()}  # by a head
-        own = {name: matrix for name, matrix in draft.weights.matrices.items() if id(matrix) not in borrowed}
+        own = {name: shards for name, shards in draft.weights.shards.items() if id(shards[0]) not in borrowed}
         megabytes = Weights(own, draft.weights.vectors).n_bytes / 10**6
         return f"{draft.weights.format_names}, {megabytes:,.1f} MB, loaded in {self.draft.load_seconds:.1f} s"
 

@@ -74,13 +74,13 @@ class Head(Model):
         self.target_layers = head.get_target_layers(target.config.n_layers)
         self.vocab_mapper = VocabMapper(np.arange(head.draft_vocab_size) if target_ids is None else target_ids, config.vocab_size)
         parts = (("embedding", head.own_embedding), ("classifier", head.own_classifier))
-        borrowed = {name: target.weights.matrices[name] for name, is_own in parts if not is_own}
+        borrowed = {name: target.weights.shards[name] for name, is_own in parts if not is_own}
         vectors = dict(self._own_config_and_weights[1].vectors)
         if config.architecture == "mtp":
             vectors[TARGET_NORM] = target.weights.vectors["rms_final"]
         full = replace(config, head=replace(head, target_layers=self.target_layers, own_embedding=True, own_classifier=True))
         kv = kv if isinstance(architecture, HeadArchitecture) else target.kv  # others read the target's KV cache
-        super().__init__(full, Weights(self._own_config_and_weights[1].matrices | borrowed, vectors), n_threads, n_positions, kv)
+        super().__init__(full, Weights(self._own_config_and_weights[1].shards | borrowed, vectors), n_threads, n_positions, kv)
 
     def _get_parts(self) -> tuple[Any, ...]:
         """Return the arguments of the constructor other than options."""

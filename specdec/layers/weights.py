@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -143,28 +143,27 @@ class Weights:
     """A model's packed weights.
 
     Attributes:
-        matrices: Packed matrices, by the architecture's names; of a matrix in several shards, the top one.
+        shards: The shards of each packed matrix from top to bottom, by the architecture's names; one if its rows have one format.
         vectors: Padded vectors, by the architecture's names.
         table: Table with a row for each token that stays in its file.
-        lower_shards: The other shards of matrices whose rows have several formats, from top to bottom.
     """
 
-    matrices: dict[str, Matrix]
+    shards: dict[str, tuple[Matrix, ...]]
     vectors: dict[str, Float32]
     table: LazyTable | None = None
-    lower_shards: dict[str, tuple[Matrix, ...]] = field(default_factory=dict)
+
+    @functools.cached_property
+    def matrices(self) -> dict[str, Matrix]:
+        """The packed matrices by name; of a matrix in several shards, the top one."""
+        return {name: shards[0] for name, shards in self.shards.items()}
 
     def iter_matrices(self) -> Iterator[tuple[str, Matrix]]:
         """Iterate over the names and shards of all matrices."""
-        return ((name, shard) for name in self.matrices for shard in self.get_shards(name))
-
-    def get_shards(self, name: str) -> list[Matrix]:
-        """Return the shards of the named matrix from top to bottom, one if its rows have one format."""
-        return [self.matrices[name], *self.lower_shards.get(name, ())]
+        return ((name, shard) for name, shards in self.shards.items() for shard in shards)
 
     def matmul(self, name: str, out: Float32, x: Float32, scratches: Sequence[Float32], *, unit: int = 1) -> list[Op]:
         """Return ops that compute out = W x for the matrix of this name, one per shard; scratches has an array for each shard."""
-        shards = zip(self.get_shards(name), scratches, strict=False)
+        shards = zip(self.shards[name], scratches, strict=False)
         return [shard.matmul(out, x, scratch, unit=unit) for shard, scratch in shards]
 
     @functools.cached_property
@@ -175,7 +174,7 @@ class Weights:
     @property
     def max_shards(self) -> int:
         """Largest number of shards of a matrix."""
-        return 1 + max((len(shards) for shards in self.lower_shards.values()), default=0)
+        return max(map(len, self.shards.values()))
 
     @property
     def format_names(self) -> str:
@@ -220,9 +219,7 @@ class Weights:
 
     def _replace_matrices(self, new: Mapping[int, Matrix]) -> "Weights":
         """Return the same weights with other matrices, which are given by the `id` of the matrix that each replaces."""
-        matrices = {name: new[id(matrix)] for name, matrix in self.matrices.items()}
-        lower_shards = {name: tuple(new[id(each)] for each in shards) for name, shards in self.lower_shards.items()}
-        return replace(self, matrices=matrices, lower_shards=lower_shards)
+        return replace(self, shards={name: tuple(new[id(each)] for each in shards) for name, shards in self.shards.items()})
 
 
 @dataclass(frozen=True)
@@ -386,18 +383,12 @@ class WeightPlan:
         placed = {
             name: tuple(matrices[plan].place(*position) for plan, _, *position in shards) for name, shards in self.shards.items()
         }
-        return Weights(
-            {name: shards[0] for name, shards in placed.items()},
-            vectors,
-            LazyTable(self.tensors[self.table]) if self.table else None,
-            {name: shards[1:] for name, shards in placed.items() if len(shards) > 1},
-        )
+        return Weights(placed, vectors, LazyTable(self.tensors[self.table]) if self.table else None)
 
     def check(self, weights: Weights) -> None:
         """Raise ValueError if a weight has another shape than the plan, is missing or is unknown."""
         found: dict[str, tuple[int, ...]] = {name: vector.shape for name, vector in weights.vectors.items()}
-        for name in weights.matrices:
-            shards = weights.get_shards(name)
+        for name, shards in weights.shards.items():
             found[name] = (sum(each.n_rows for each in shards), *{each.n for each in shards})
         for name, plan in self.plans.items():
             if found.get(name) != plan.shape:

@@ -212,7 +212,7 @@ class Llama:
             panels: Panels with the candidates' rows of the classifier.
         """
         classifier = replace(weights.matrices["classifier"], panels=panels)
-        candidates = replace(weights, matrices=weights.matrices | {"classifier": classifier})
+        candidates = replace(weights, shards=weights.shards | {"classifier": (classifier,)})
         return Llama.classify(self, config, candidates, b)  # heads also keep their output in `classify`
 
     def final_norm(self, config: ModelConfig, weights: Weights, b: Buffers) -> Op:

@@ -68,7 +68,7 @@ def test_fingerprint_changes_with_a_sampled_weight_of_each_matrix():
     name, matrix = next(iter(weights.matrices.items()))
     panels = matrix.panels.copy()
     panels.reshape(-1)[0] += 1
-    other = replace(weights, matrices=weights.matrices | {name: replace(matrix, panels=panels)})
+    other = replace(weights, shards=weights.shards | {name: (replace(matrix, panels=panels),)})
     assert fingerprint_weights(weights) == fingerprint_weights(tiny_model(0).weights) != fingerprint_weights(other)
 
 

@@ -107,15 +107,15 @@ def test_files_of_other_models_settings_or_tokens_are_not_used(folder):
     other = [*tokens[:200], 1, *tokens[201:]]
     assert folder().restore(new_cache("qwen3"), other) == BLOCK_TOKENS
     twin = new_cache("qwen3")
-    twin.model.weights = replace(twin.model.weights, matrices={**twin.model.weights.matrices, **{
-        name: replace(matrix, panels=matrix.panels.copy()) for name, matrix in twin.model.weights.matrices.items()}})  # fmt: skip
+    copies = {name: (replace(each, panels=each.panels.copy()),) for name, each in twin.model.weights.matrices.items()}
+    twin.model.weights = replace(twin.model.weights, shards=copies)
     panels = next(iter(twin.model.weights.matrices.values())).panels.reshape(-1).view(np.uint8)
     panels[len(panels) // 2] ^= 1
     assert not folder().restore(twin, tokens), "one bit of the weights is another"
     twin = new_cache("qwen3")
     name, matrix = next(iter(twin.model.weights.matrices.items()))
     other = replace(matrix, weight_format=replace(matrix.weight_format, name="another"))
-    twin.model.weights = replace(twin.model.weights, matrices={**twin.model.weights.matrices, name: other})
+    twin.model.weights = replace(twin.model.weights, shards=twin.model.weights.shards | {name: (other,)})
     assert not folder().restore(twin, tokens), "the same bytes are other numbers"
 
 

@@ -204,7 +204,7 @@ def test_a_head_drafts_up_to_its_last_position_in_memory(pair: Pair, tmp_path: P
     full, alone = SpeculativeDecoder(target, path, pair.tokenizer, gamma=4), SpeculativeDecoder(target, None, pair.tokenizer)
     assert isinstance(full.draft, Head)
     borrowed = {id(matrix.panels) for matrix in target.weights.matrices.values()}
-    own = {name: matrix for name, matrix in full.draft.weights.matrices.items() if id(matrix.panels) not in borrowed}
+    own = {name: shards for name, shards in full.draft.weights.shards.items() if id(shards[0].panels) not in borrowed}
     n_own_bytes = Weights(own, full.draft.weights.vectors).n_bytes
     memory = target.weights.n_bytes + 4 * (n_own_bytes + full.draft.get_sequence_bytes(60))
     monkeypatch.setattr("specdec.loaders.model_loader.get_physical_memory_bytes", lambda: memory)

@@ -43,7 +43,7 @@ def test_each_shard_computes_its_own_rows(tmp_path: Path, monkeypatch: pytest.Mo
     """On one thread and several, over one token and many, with any unit."""
     fake_three_threads(monkeypatch)
     weights = make_model(tmp_path / "model.gguf", types).weights
-    shards = weights.get_shards("0.qkv")
+    shards = weights.shards["0.qkv"]
     runs = [weight_format for i, weight_format in enumerate(types) if not i or weight_format != types[i - 1]]
     assert [shard.weight_format.name for shard in shards] == [weight_format.replace("F32", "fp32") for weight_format in runs]
     x = np.random.default_rng(0).standard_normal((1, 64, 256), np.float32)
@@ -80,7 +80,7 @@ def test_converted_weights_keep_shards(tmp_path: Path, monkeypatch: pytest.Monke
     fake_three_threads(monkeypatch)
     model = make_model(tmp_path / "model.gguf", ("Q8_0", "Q8_0", "Q6_K"))
     copy = model.weights.convert(INT4)
-    assert [(shard.first_panel, shard.n_total_panels) for shard in copy.get_shards("1.qkv")] == [(0, 16), (12, 16)]
+    assert [(shard.first_panel, shard.n_total_panels) for shard in copy.shards["1.qkv"]] == [(0, 16), (12, 16)]
     assert Model(model.config, copy, 1).new_cache().forward([1, 2, 3], 3).shape == (3, 40)
 
 

@@ -260,7 +260,7 @@ def get_oracle_tensors(checkpoint, weights, kind):
         name: [t[:] for t in tensor] if isinstance(tensor, list) else tensor[:] for name, tensor in checkpoint.tensors.items()
     }
     plan = LLAMA.plan_weights(checkpoint.config, checkpoint.tensors, kind)
-    shards = [pair for name in plan.shards for pair in zip(plan.shards[name], weights.get_shards(name), strict=True)]
+    shards = [pair for name in plan.shards for pair in zip(plan.shards[name], weights.shards[name], strict=True)]
     for shard, matrix in shards:
         for key, layer in shard.plan.tensors:
             tensor = checkpoint.tensors[key] if layer is None else checkpoint.tensors[key][layer]
@@ -354,7 +354,7 @@ def clone_model(rng, model, n_positions=None):
     max_threads, weights = rng.choice([1, 1, get_available_threads()]), model.weights
     if weights.format_names == INT8.name:
         kind = rng.choice([NATIVE_INT8, PORTABLE_INT8])
-        weights = replace(weights, matrices={name: replace(m, weight_format=kind) for name, m in weights.matrices.items()})
+        weights = replace(weights, shards={name: (replace(m, weight_format=kind),) for name, m in weights.matrices.items()})
     other = Model(model.config, weights, max_threads, n_positions or model.n_positions, model.kv)
     other.n_threads = rng.randint(1, max_threads)
     return other
