@@ -162,7 +162,7 @@ class HeadCache(KVCache):
         Raises:
             ValueError: If n_logits exceeds the number of pairs, or pairs would have to run without hidden states.
         """
-        self.model.count_pass()
+        self.model.n_passes += 1
         if self._has_long_rope_pairs != self.target_cache.has_long_rope:  # other hidden states
             self._has_long_rope_pairs, self._n_true_pairs = self.target_cache.has_long_rope, 0
             self._tokens.clear()

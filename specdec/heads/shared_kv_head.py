@@ -66,7 +66,7 @@ class SharedKVHeadCache(HeadCache):
         Raises:
             ValueError: If the target holds no hidden states of the sequence.
         """
-        self.model.count_pass()
+        self.model.n_passes += 1
         logits = self.head.vocab_mapper.get_buffer(n_logits)
         if n_logits:
             self.target_cache.export_kv(lambda buffers, held, snapshots: self._fill_logits(logits, tokens, buffers, held))

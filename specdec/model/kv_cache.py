@@ -311,7 +311,7 @@ class KVCache:
             n_logits: Number of logits, at the last tokens and nodes.
             n_total: Final length of a sequence that is prefilled in chunks; 0 stands for one token more.
         """
-        self.model.count_pass()
+        self.model.n_passes += 1
         if not self.model.longrope_threshold:
             return self._run(tokens, nodes, n_logits, n_total)
         are_long = self._find_long_rope_rows(tokens, nodes, n_logits, n_total)

@@ -3,6 +3,7 @@
 Shapes: N logits of a sequence, V vocab.
 """
 
+import bisect
 import functools
 import threading
 from collections.abc import Iterator, Sequence
@@ -237,7 +238,7 @@ class Model:
             ValueError: If more than MAX_BATCH_TOKENS tokens must run, a token is out of range, or a sequence gets longer than
                 LongRoPE's threshold.
         """
-        self.count_pass()
+        self.n_passes += 1
         new = [cache.select_uncached(tokens, n_logits, n_total) for cache, tokens, n_logits, n_total in jobs]
         if (n := sum(map(len, new))) > MAX_BATCH_TOKENS:
             raise ValueError(f"{n} tokens of {len(jobs)} sequences must run; a pass runs at most {MAX_BATCH_TOKENS}")
@@ -268,12 +269,8 @@ class Model:
             finally:
                 self._is_running = False
 
-    def count_pass(self) -> None:
-        """Increase `n_passes` at the start of a pass."""
-        self.n_passes += 1
-
-    def make_buffers(self, n_slots: int, hidden_layers: tuple[int, ...], old: Buffers | None) -> tuple[Buffers, list[Executor]]:
-        """Return buffers for a sequence of n_slots tokens, with the contents of `old`, and the executors over them.
+    def grow_buffers(self, n_slots: int, n_hidden_layers: int, old: Buffers | None) -> Buffers:
+        """Return buffers for a sequence of n_slots tokens, with the contents of `old`, the smaller buffers of the sequence.
 
         The second executor, if there is one, is for sequences with long RoPE factors. The buffers that all caches of the model
         share grow, too, if n_slots exceeds that of all earlier calls.
@@ -321,15 +318,13 @@ class Model:
         return plan.new.shared.n_bytes - n_before
 
     def find_max_positions(self, n_bytes: float, max_positions: int) -> int:
-        """Return the number of positions, 1 to max_positions, of about the longest sequence that fits n_bytes of memory.
+        """Return the number of positions, 1 to max_positions, of the longest sequence that fits n_bytes of memory.
 
         It does not exceed the config's max_positions. It is found in steps of 1/64, so it may be a little too low; it is 1 even
         if that does not fit.
         """
-        max_positions = min(max_positions, self.config.max_positions or max_positions)
-        while max_positions > 1 and self.get_sequence_bytes(max_positions) > n_bytes:
-            max_positions -= max(1, max_positions // 64)
-        return max_positions
+        lengths = range(1, min(max_positions, self.config.max_positions or max_positions) + 1)
+        return max(bisect.bisect_right(lengths, n_bytes, key=self.get_sequence_bytes), 1)
 
     def with_capacity(self, n_positions: int) -> "Model":
         """Return a model with the same weights and n_positions positions, and a lock of its own."""
