@@ -105,7 +105,7 @@ def elementwise_cases(s: Sizes) -> Iterator[Case]:
     yield Case("add_norm", kernels.add_norm(out, pad(branch), pad(weight), n, EPS, 0.5, True), out[:, :n],
                0.5 * (wide + rms_norm(branch[0], weight)), n_bytes=3 * x.nbytes)  # fmt: skip
     out = pad(x)
-    yield Case("add_bias", kernels.add_bias(out, pad(bias), 1), out[:, :n], wide + bias, n_bytes=2 * x.nbytes)
+    yield Case("add_bias", kernels.add_bias(out, pad(bias), 1, False), out[:, :n], wide + bias, n_bytes=2 * x.nbytes)
     out = pad(x)
     yield Case("scale_rows", kernels.scale_rows(out, 0.5, n), out[:, :n], wide / 2, n_bytes=2 * x.nbytes)
     out, table = pad(x), random(s.n_tokens, s.dim + 3)[:, 3:]

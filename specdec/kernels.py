@@ -254,10 +254,10 @@ def get_chunk_rows(run, width, unit, base, n_rows):
 
 
 @kernel
-def add_bias(run: ForwardContext, thread: int, out: Floats2, bias: Floats1, unit: int) -> None:
-    """out[t] += bias for this chunk's rows of the preceding matmul, whose last rows may have no bias."""
+def add_bias(run: ForwardContext, thread: int, out: Floats2, bias: Floats1, unit: int, logits_only: int) -> None:
+    """out[t] += bias for this chunk's rows of the preceding matmul, of n_logits or all tokens; its last rows may have no bias."""
     first, last = get_chunk_rows(run, out.shape[1], unit, 0, bias.size)
-    for t in range(run.n_tokens):
+    for t in range(run.n_logits if logits_only else run.n_tokens):
         for row in range(first, last, LANES):
             at = t * out.shape[1] + row
             store(out, at, add(load(out, at), load(bias, row)))

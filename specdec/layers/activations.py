@@ -139,16 +139,6 @@ def add_slot_bias(run: ForwardContext, thread: int, out: Floats2, bias: Floats2,
 
 
 @kernel
-def add_logit_bias(run: ForwardContext, thread: int, logits: Floats2, bias: Floats1) -> None:
-    """Compute logits[t] += bias in place, for the n_logits tokens with logits."""
-    first, last = get_chunk_range(logits.shape[1] // PANEL_ROWS, run.chunk, run.n_chunks)
-    for t in range(run.n_logits):
-        for i in range(first * PANEL_ROWS, last * PANEL_ROWS, LANES):
-            at = t * logits.shape[1] + i
-            store(logits, at, add(load(logits, at), load(bias, i)))
-
-
-@kernel
 def softcap(run: ForwardContext, thread: int, logits: Floats2, bound: float) -> None:
     """Compute logits[t] = bound tanh(logits[t] / bound) in place, for the n_logits tokens with logits."""
     first, last = get_chunk_range(logits.shape[1] // PANEL_ROWS, run.chunk, run.n_chunks)

@@ -144,7 +144,7 @@ class Block(ABC):
         unit: The matmul's number of panels per step; see `Matrix.matmul`.
         """
         bias = self.find_vector(name)
-        return [add_bias(out, bias, unit)] if bias.size else []
+        return [add_bias(out, bias, unit, False)] if bias.size else []
 
 
 def make_scale_ops(out: Float32, scales: Sequence[float], sizes: Sequence[int], unit: int = 1) -> list[Op]:

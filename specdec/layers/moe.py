@@ -144,7 +144,7 @@ class MoE(Block):
         router_ops, down_ops, activation = [router], [down_op], activate(config, hidden, up, e.n_experts_used)
         if e.swiglu_limit:
             activation = clamped_swiglu(hidden, up, self.vector("experts_b13"), slots.starts, e.swiglu_limit, e.swiglu_alpha)
-            router_ops.append(add_bias(routing.scores, self.vector("router_b"), 1))
+            router_ops.append(add_bias(routing.scores, self.vector("router_b"), 1, False))
             down_ops.append(add_slot_bias(slot_out, self.vector("experts_b2"), slots.starts))
         chosen, n_read = (routing.slots, routing.weights, routing.starts), b.experts_read[self.i : self.i + 1]
         sum_op = add_experts(out, slot_out, *chosen, n_read, e.n_experts_used, int(not e.has_parallel_mlp))

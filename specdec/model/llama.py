@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from specdec.kernels import MAX_BATCH_TOKENS, add_positions, copy_rows, head_norm, scale_rows
-from specdec.layers.activations import add_logit_bias, softcap
+from specdec.kernels import MAX_BATCH_TOKENS, add_bias, add_positions, copy_rows, head_norm, scale_rows
+from specdec.layers.activations import softcap
 from specdec.layers.attention import Attention
 from specdec.layers.block import N_REWINDABLE_STATES, Block, norm
 from specdec.layers.buffers import Allocator, Buffers, BufferSizes, LayerBuffers, RopeTables, pad
@@ -22,7 +22,7 @@ from specdec.layers.rope import make_query_rope_tables, make_rope_tables
 from specdec.layers.weights import TOKEN_TABLE, FusedTensors, Plans, Shapes, Tensors, WeightPlan, Weights, fuse_tensors
 from specdec.mixer_config import DeltaNetConfig, Mamba2Config, ShortConvConfig
 from specdec.model_config import TARGET_KV_LAYER, ModelConfig
-from specdec.runtime.op_program import Executor, Op, Program
+from specdec.runtime.op_program import Executor, Program
 from specdec.runtime.simd import MAX_TILE_TOKENS, PANEL_ROWS, Float32
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ class Llama:
     def classify(self, config: ModelConfig, weights: Weights, b: Buffers) -> Program:
         """Return the program of logits = wcls rmsnorm(x), with a bias and a softcap if any, for the tokens with logits."""
         matmul = weights.matrices["classifier"].matmul(b.logits, b.normed, b.scratch, logits_only=True)
-        bias_ops = [add_logit_bias(b.logits, weights.vectors["wcls_bias"])] if config.classifier_bias else []
+        bias_ops = [add_bias(b.logits, weights.vectors["wcls_bias"], 1, True)] if config.classifier_bias else []
         softcap_ops = [softcap(b.logits, config.logit_softcap)] if config.logit_softcap else []
         return [[norm(config, weights, b, "rms_final", logits_only=True), matmul, *bias_ops, *softcap_ops]]
 
@@ -214,10 +214,6 @@ class Llama:
         classifier = replace(weights.matrices["classifier"], panels=panels)
         candidates = replace(weights, shards=weights.shards | {"classifier": (classifier,)})
         return Llama.classify(self, config, candidates, b)  # heads also keep their output in `classify`
-
-    def final_norm(self, config: ModelConfig, weights: Weights, b: Buffers) -> Op:
-        """Return the op of normed = rmsnorm(x) for all tokens: the classifier's input before it is divided by logit_divisor."""
-        return norm(config, weights, b, "rms_final")
 
     def program(self, config: ModelConfig, weights: Weights, b: Buffers, before: Mapping[int, Program] = NO_PROGRAMS) -> Program:
         """Return the forward pass over weights and buffers: embed, then each layer, then classify.
@@ -292,7 +288,7 @@ class Llama:
             is_normed = layer > config.n_layers
             assert b.hidden_states is not None
             copy = copy_rows(b.hidden_states, b.normed if is_normed else b.x, i * config.dim, 0, config.dim, True)
-            copies[layer] = [[*([self.final_norm(config, weights, b)] if is_normed else []), copy]]
+            copies[layer] = [[norm(config, weights, b, "rms_final"), copy] if is_normed else [copy]]
         ropes: list[RopeTables | None] = [None] if b.long_rope is None else [None, b.long_rope]
         executors = []
         for rope in ropes:
