@@ -432,4 +432,4 @@ def _store_block(buffers: Buffers, i: int, arrays: Sequence[Array]) -> None:
 
 
 def _get_state_arrays(snapshot: Snapshot | None) -> list[Array]:
-    return [] if not snapshot else [snapshot.inputs, *([] if snapshot.states is None else [snapshot.states])]
+    return snapshot.arrays if snapshot else []

@@ -7,7 +7,6 @@ Variants: biases of q, k and v (Qwen2) or of all matmuls, norms of each head (Qw
 Shapes: T tokens of this pass, S cached positions, H query heads, G KV heads, K head dim, R rows of a panel.
 """
 
-import math
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -15,11 +14,10 @@ import numpy as np
 
 from specdec.kernels import head_norm, rope
 from specdec.layers.activations import gate_heads, gate_heads_by_softplus
-from specdec.layers.block import Block, make_scale_ops, norm_shapes
+from specdec.layers.block import Block, get_panels_per_unit, make_scale_ops, norm_shapes
 from specdec.layers.buffers import Allocator, BufferSizes, KVState, LayerBuffers, RopeTables, pad
 from specdec.layers.weights import FusedNames, FusedTensors, Shapes
 from specdec.model_config import ModelConfig
-from specdec.quant.packed_matrix import count_panels
 from specdec.runtime.op_program import Kernel, Op, Program
 from specdec.runtime.simd import MAX_TILE_TOKENS, PANEL_ROWS, Float32, ceil_div
 
@@ -76,13 +74,14 @@ class Attention(Block):
         qkv, heads = self.make_rows("qkv"), self.new.rows(pad(config.output_dim), 1)
         is_whole_norm = config.attention.qk_norm == "whole"
         is_per_head = not is_whole_norm and (config.attention.qk_norm or self.b.sizes.kv.is_scaled)
-        unit, n_panels = _get_panels_per_unit(config) if is_per_head else 1, sum(map(count_panels, _get_qkv_rows(config)))
+        rows = [*map(pad, _get_qkv_rows(config))]
+        unit = get_panels_per_unit(config.head_dim, rows) if is_per_head else 1
         # qkv matmul, head norms, RoPE, writes to the KV cache
         matmul = [*before, *self.matmul("qkv", qkv, source, unit)]
         matmul += self.make_bias_ops(qkv, "bqkv", unit)
-        matmul += make_scale_ops(qkv, config.attention.projection_scales, _get_qkv_rows(config), unit)
+        matmul += make_scale_ops(qkv, config.attention.projection_scales, rows, unit)
         # No thread has all heads of a token, so a norm of all heads needs a phase of its own.
-        head_ops = self._make_head_ops(qkv, n_panels if is_whole_norm else unit)
+        head_ops = self._make_head_ops(qkv, sum(rows) // PANEL_ROWS if is_whole_norm else unit)
         phases = [matmul, head_ops] if is_whole_norm else [[*matmul, *head_ops]]
         gate_row, gate_ops = pad(config.q_dim) + len(_get_kv_tensors(config)) * pad(config.kv_dim), list[Op]()
         if config.attention.gate == "head_softplus":
@@ -184,13 +183,6 @@ def _find_head_norms(config: ModelConfig) -> dict[str, tuple[int, int, int]]:
     if config.attention.qk_norm == "whole":
         return {name: (n * config.head_dim, row, 1) for name, (row, n) in own.items()}
     return {name: (config.head_dim, row, n) for name, (row, n) in own.items()}
-
-
-def _get_panels_per_unit(config: ModelConfig) -> int:
-    """Return how many panels of the qkv matmul a thread takes at a time, so that no head is split; all if sizes do not fit."""
-    unit = config.head_dim // math.gcd(config.head_dim, PANEL_ROWS)
-    panels = [count_panels(rows) for rows in _get_qkv_rows(config)]
-    return unit if all(n % unit == 0 for n in panels) else sum(panels)
 
 
 def _get_qkv_rows(config: ModelConfig) -> tuple[int, ...]:

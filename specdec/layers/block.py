@@ -3,6 +3,7 @@
 Shapes: T tokens of this pass, D dim.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
@@ -10,14 +11,15 @@ from typing import ClassVar
 import numpy as np
 
 from specdec.kernels import MAX_BATCH_TOKENS, KVFormat, add_bias, add_norm, layer_norm, rms_norm, scale_columns
-from specdec.layers.buffers import Allocator, Buffers, BufferSizes, KVState, LayerBuffers, RecurrentState, pad
+from specdec.layers.buffers import Allocator, Buffers, BufferSizes, KVState, LayerBuffers, pad
 from specdec.layers.weights import FusedNames, Shapes, Weights
-from specdec.model_config import ModelConfig
-from specdec.quant.packed_matrix import Matrix
+from specdec.model_config import ModelConfig, require_type
+from specdec.quant.packed_matrix import Matrix, count_panels
 from specdec.runtime.op_program import Op, Program
-from specdec.runtime.simd import Float32
+from specdec.runtime.simd import PANEL_ROWS, Float32
 
-# Lengths of a sequence that the ring buffers of a mixer can continue from: see `Llama.n_rewindable_states`
+# Number of last lengths of a sequence for which the buffers of a mixer hold its state: a sequence can be truncated by one token
+# less, and runs again beyond that. The pass at position 0 takes no state.
 N_REWINDABLE_STATES = MAX_BATCH_TOKENS + 1
 BASE, TIP = 0, 1  # indexes of a delta net's states: see `recurrent_ops`
 NO_VECTOR: Float32 = np.zeros(0, np.float32)
@@ -69,14 +71,7 @@ class Block(ABC):
     @property
     def kv(self) -> KVState:
         """The KV cache that the layer reads."""
-        assert self.layer.kv
-        return self.layer.kv
-
-    @property
-    def recurrent(self) -> RecurrentState:
-        """The state of the layer's mixer."""
-        assert self.layer.recurrent
-        return self.layer.recurrent
+        return require_type(self.layer.kv, KVState)
 
     def matrix(self, name: str) -> Matrix:
         """Return the layer's packed matrix of this name."""
@@ -153,10 +148,20 @@ def make_scale_ops(out: Float32, scales: Sequence[float], sizes: Sequence[int], 
     Args:
         out: Output of the matmul (T, rows).
         scales: Factor of each part, or none.
-        sizes: Number of rows of each part, which is padded to whole panels.
+        sizes: Number of rows of each part, with those that pad it to whole panels.
         unit: The matmul's number of panels per step; see `Matrix.matmul`.
     """
-    return [scale_columns(out, np.repeat(scales, [*map(pad, sizes)]).astype(np.float32), unit)] if scales else []
+    return [scale_columns(out, np.repeat(scales, sizes).astype(np.float32), unit)] if scales else []
+
+
+def get_panels_per_unit(head_dim: int, rows: Sequence[int]) -> int:
+    """Return how many panels of a matmul a thread takes at a time, so that no head is split; all if sizes do not fit.
+
+    rows: Number of rows of each part of the output, whose heads have head_dim rows.
+    """
+    unit = head_dim // math.gcd(head_dim, PANEL_ROWS)
+    panels = [count_panels(n) for n in rows]
+    return unit if all(n % unit == 0 for n in panels) else sum(panels)
 
 
 def norm_shapes(config: ModelConfig, name: str) -> Shapes:

@@ -62,12 +62,8 @@ class SequenceArray(NamedTuple):
         return self.array[(*[slice(None)] * self.positions_axis, part)]
 
     def copy_to(self, other: Array) -> None:
-        """Copy the contents to the beginning of a larger array, or to one of the same shape."""
-        region = other[tuple(map(slice, self.array.shape))]
-        if self.positions_axis is None:
-            region[...] = self.array
-        else:  # most sequences do not fill the array
-            copy_nonzero_pages(region, self.array)
+        """Copy the contents, often zeros at the end, to the beginning of a larger array, or to one of the same shape."""
+        copy_nonzero_pages(other[tuple(map(slice, self.array.shape))], self.array)
 
 
 class KVState(NamedTuple):
@@ -92,13 +88,6 @@ class ScanState(NamedTuple):
     decays: Float32
 
 
-class RecurrentState(NamedTuple):
-    """State of a mixer: the ring of its convolution's inputs (N, channels), and the state of its scan, if it has one."""
-
-    inputs: Float32
-    scan: ScanState | None = None
-
-
 class RopeTables(NamedTuple):
     """RoPE's tables cos and sin (S, K + LANES): entry j belongs to row j % K of a head; see `fill_rope_tables`."""
 
@@ -119,13 +108,15 @@ class LayerBuffers:
 
     Attributes:
         kv: The KV cache that the layer reads: its own, or that of another layer.
-        recurrent: State of the layer's mixer.
+        ring: The ring (N, channels) of the inputs of a mixer's convolution.
+        scan: State of a mixer's scan.
         rope: RoPE tables.
         query_rope: RoPE tables of queries, if they differ.
     """
 
     kv: KVState | None = None
-    recurrent: RecurrentState | None = None
+    ring: Float32 | None = None
+    scan: ScanState | None = None
     rope: RopeTables | None = None
     query_rope: RopeTables | None = None
 
@@ -193,17 +184,11 @@ class Allocator:
         """The arrays with a row for each token of a pass, each with the bytes from one row to the next."""
         return [*self._token_bytes.values()]
 
-    def rows(self, width: int, copies: int = 0, dtype: type = np.float32) -> Array:
+    def rows(self, width: int, copies: int = 0) -> Array:
         """Return an array (T, width), or (copies, T, width), of passes: any pass may overwrite it."""
         shape = (copies, MAX_BATCH_TOKENS, width) if copies else (MAX_BATCH_TOKENS, width)
-        array = self.scratch(*shape, dtype=dtype)
+        array = self.scratch(*shape)
         self._token_bytes[id(array)] = array, array.shape[-1] * array.itemsize
-        return array
-
-    def numbers(self) -> Int64:
-        """Return an array (T,) with an integer for each token of a pass."""
-        array = self.scratch(MAX_BATCH_TOKENS, dtype=np.int64)
-        self._token_bytes[id(array)] = array, array.itemsize
         return array
 
     def scratch(self, *shape: int, dtype: type = np.float32) -> Array:
@@ -289,9 +274,14 @@ class Buffers:
         return self.scratches[0]
 
     @property
-    def recurrent_states(self) -> list[RecurrentState]:
-        """The states of all mixers, in the order of layers."""
-        return [layer.recurrent for layer in self.layers if layer.recurrent]
+    def rings(self) -> list[Float32]:
+        """The rings of all mixers, in the order of layers."""
+        return [layer.ring for layer in self.layers if layer.ring is not None]
+
+    @property
+    def scans(self) -> list[ScanState]:
+        """The states of all scans, in the order of layers."""
+        return [layer.scan for layer in self.layers if layer.scan]
 
     @property
     def growing(self) -> list[SequenceArray]:

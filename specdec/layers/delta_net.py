@@ -2,13 +2,11 @@
 
 from typing import ClassVar
 
-import numpy as np
-
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.layers.attention import Attention
 from specdec.layers.block import NO_VECTOR, Block, norm_shapes
-from specdec.layers.buffers import Allocator, BufferSizes, LayerBuffers, RecurrentState, ScanState, pad
-from specdec.layers.recurrent_ops import RING_SLOTS, convolve, delta_net, make_ring
+from specdec.layers.buffers import Allocator, BufferSizes, LayerBuffers, ScanState, pad
+from specdec.layers.recurrent_ops import RING_SLOTS, convolve, delta_net, make_ring, make_scan_state
 from specdec.layers.weights import FusedNames, FusedTensors, Shapes
 from specdec.mixer_config import DeltaNetConfig
 from specdec.model_config import ModelConfig, require_type
@@ -45,29 +43,23 @@ class DeltaNet(Block):
     def allocate(cls, config: ModelConfig, sizes: BufferSizes, new: Allocator, layer: LayerBuffers) -> None:
         """Make the ring of the convolution's inputs, and the state that `DeltaNetArgs` describes."""
         d = require_type(config.mixer, DeltaNetConfig)
-        width, n_keys, heads = pad(d.value_head_dim), round_up(d.key_head_dim, 4), d.n_value_heads
-        scan = ScanState(
-            new.sequence(2, heads * (width // PANEL_ROWS), n_keys, PANEL_ROWS),
-            new.sequence(heads, 2, dtype=np.int64),
-            new.sequence(heads, RING_SLOTS, n_keys),
-            new.sequence(heads, RING_SLOTS, width),
-            new.sequence(heads, RING_SLOTS),
-        )
-        layer.recurrent = RecurrentState(make_ring(new, d.kernel_size, pad(d.conv_dim)), scan)
+        n_heads, n_keys = d.n_value_heads, round_up(d.key_head_dim, 4)
+        layer.ring = make_ring(new, d.kernel_size, pad(d.conv_dim))
+        layer.scan = make_scan_state(new, n_heads, d.value_head_dim, n_keys, (n_heads, RING_SLOTS, n_keys))
 
     def ops(self) -> Program:
         """Return the block's program."""
         d, new, n_threads = require_type(self.config.mixer, DeltaNetConfig), self.new, self.b.sizes.n_threads
-        (source, before), (inputs, scan) = self.prepare_input(), self.recurrent
-        assert scan
+        (source, before), scan = self.prepare_input(), require_type(self.layer.scan, ScanState)
         projected, values = self.make_rows("in"), new.rows(pad(d.total_value_dim), 1)
         n_keys = scan.keys.shape[2]
         scratch = new.scratch(n_threads, MAX_BATCH_TOKENS, 2 * n_keys + pad(d.value_head_dim))
         draft_state = new.scratch(n_threads, n_keys, PANEL_ROWS)
         arrays = values, projected, *scan, scratch, draft_state, self.vector("rates"), self.vector("delta_norm")
         op = delta_net(*arrays, self.config.norm_eps, d.value_head_dim, d.key_head_dim, d.n_key_heads, d.tiled_heads)
+        convolution = convolve(projected, self.layer.ring, self.vector("conv"), NO_VECTOR)
         return [
-            [*before, *self.matmul("in", projected, source), convolve(projected, 1, 0, inputs, self.vector("conv"), NO_VECTOR)],
+            [*before, *self.matmul("in", projected, source), convolution],
             [op._replace(bytes_per_token=scan.states.nbytes)],
             *self.add_residual("wo", values),
         ]

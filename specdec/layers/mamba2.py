@@ -4,17 +4,16 @@ from typing import ClassVar
 
 import numpy as np
 
-from specdec.kernels import MAX_BATCH_TOKENS, scale_columns
+from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.layers.activations import group_norm
 from specdec.layers.attention import Attention
-from specdec.layers.block import Block, norm_shapes
-from specdec.layers.buffers import Allocator, BufferSizes, LayerBuffers, RecurrentState, ScanState, pad
-from specdec.layers.recurrent_ops import KEY_RING_SLOTS, RING_SLOTS, convolve, make_ring, mamba2, store_columns
+from specdec.layers.block import Block, make_scale_ops, norm_shapes
+from specdec.layers.buffers import Allocator, BufferSizes, LayerBuffers, ScanState, pad
+from specdec.layers.recurrent_ops import KEY_RING_SLOTS, convolve, make_ring, make_scan_state, mamba2, store_columns
 from specdec.layers.weights import FusedNames, FusedTensors, Shapes
 from specdec.mixer_config import Mamba2Config
 from specdec.model_config import ModelConfig, require_type
 from specdec.runtime.op_program import Op, Program
-from specdec.runtime.simd import PANEL_ROWS, Float32
 
 
 class Mamba2(Block):
@@ -49,25 +48,21 @@ class Mamba2(Block):
     def allocate(cls, config: ModelConfig, sizes: BufferSizes, new: Allocator, layer: LayerBuffers) -> None:
         """Make the ring of the convolution's inputs, and the state that `Mamba2Args` describes."""
         m = require_type(config.mixer, Mamba2Config)
-        width = pad(m.head_dim)
-        scan = ScanState(
-            new.sequence(2, m.n_heads * (width // PANEL_ROWS), m.state_dim, PANEL_ROWS),
-            new.sequence(m.n_heads, 2, dtype=np.int64),
-            new.sequence(1, KEY_RING_SLOTS, m.n_groups * m.state_dim),
-            new.sequence(m.n_heads, RING_SLOTS, width),
-            new.sequence(m.n_heads, RING_SLOTS),
-        )
-        layer.recurrent = RecurrentState(make_ring(new, m.kernel_size, pad(m.conv_dim)), scan)
+        layer.ring = make_ring(new, m.kernel_size, pad(m.conv_dim))
+        key_ring = 1, KEY_RING_SLOTS, m.n_groups * m.state_dim
+        layer.scan = make_scan_state(new, m.n_heads, m.head_dim, m.state_dim, key_ring)
 
     def ops(self) -> Program:
         """Return the block's program."""
         m, new = require_type(self.config.mixer, Mamba2Config), self.new
-        (source, before), (inputs, state) = self.prepare_input(), self.recurrent
-        assert state
+        (source, before), state = self.prepare_input(), require_type(self.layer.scan, ScanState)
         projected, output = self.make_rows("in"), new.rows(pad(m.inner_dim), 1)
         scratch = new.scratch(self.b.sizes.n_threads, MAX_BATCH_TOKENS, pad(m.head_dim))
-        scale_ops = [scale_columns(projected, make_projection_factors(m), 1)] if m.scales else []
-        convolution = convolve(projected, 1, 0, inputs, self.vector("conv"), self.find_vector("conv_bias"))
+        # Columns are those of x, B and C together, then those of z and dt; the factors begin with that of z.
+        scales, n_key_columns = (*m.scales[1:4], *m.scales[:1], *m.scales[4:]), m.n_groups * m.state_dim
+        n_last_columns = pad(m.conv_dim) - m.inner_dim - n_key_columns
+        sizes = m.inner_dim, n_key_columns, n_last_columns, pad(m.inner_dim), pad(m.n_heads)
+        convolution = convolve(projected, self.layer.ring, self.vector("conv"), self.find_vector("conv_bias"))
         scale = 1.0 if m.has_norm else m.output_scale
         scan = mamba2(output, projected, *state, scratch, self.vector("rates"), m.head_dim, scale)
         norm_ops = list[Op]()
@@ -76,9 +71,10 @@ class Mamba2(Block):
             mixed, output = output, new.rows(pad(m.inner_dim), self.b.sizes.n_threads)
             norm_ops.append(group_norm(output, mixed, weight, m.inner_dim, self.config.norm_eps))
         phase, *others = self.add_residual("mamba_out", output)
-        store_keys = store_columns(projected, 1, m.inner_dim, state.keys[0])
+        store_keys = store_columns(projected, m.inner_dim, state.keys[0])
+        matmul = [*before, *self.matmul("in", projected, source), *make_scale_ops(projected, scales, sizes)]
         return [
-            [*before, *self.matmul("in", projected, source), *scale_ops, convolution, store_keys],
+            [*matmul, convolution, store_keys],
             [scan._replace(bytes_per_token=state.states.nbytes)],
             [*norm_ops, *phase],
             *others,
@@ -105,15 +101,3 @@ class ParallelMamba2(Mamba2):
         """Return the block's program."""
         *phases, last = super().ops()
         return [*phases, *Attention(self.config, self.w, self.b, self.i).ops(), last]
-
-
-def make_projection_factors(m: Mamba2Config) -> Float32:
-    """Return the factor of each column of the projections' output; `m.scales` must not be empty.
-
-    The columns are those of x, B and C, then those of z and those of dt, each of these three parts padded to whole panels.
-    """
-    z, x, b, c, dt = m.scales
-    n = m.n_groups * m.state_dim
-    parts = (np.repeat((x, b, c), (m.inner_dim, n, n)), np.full(m.inner_dim, z), np.full(m.n_heads, dt))
-    padded = [np.pad(part, (0, -part.size % PANEL_ROWS), constant_values=1) for part in parts]
-    return np.concatenate(padded).astype(np.float32)

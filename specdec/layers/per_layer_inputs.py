@@ -6,20 +6,17 @@ at once. Each layer multiplies its share by a gate, the GELU of a matmul of x.
 Shapes: T tokens of this pass, L layers, D dim, P numbers per layer.
 """
 
-import math
 from typing import ClassVar
 
 import numpy as np
 
 from specdec.kernels import head_norm
 from specdec.layers.activations import combine_per_layer_inputs, gate_per_layer_inputs
-from specdec.layers.block import Block
+from specdec.layers.block import Block, get_panels_per_unit
 from specdec.layers.buffers import Allocator, Buffers, LayerInputs, pad
 from specdec.layers.weights import TOKEN_TABLE, FusedNames, FusedTensors, Shapes, Weights
 from specdec.model_config import ModelConfig, PerLayerInputsConfig, require_type
-from specdec.quant.packed_matrix import count_panels
 from specdec.runtime.op_program import Program
-from specdec.runtime.simd import PANEL_ROWS
 
 GATE, PROJECTION = "inputs_gate", "inputs_back"
 
@@ -72,9 +69,7 @@ def make_embedding_program(config: ModelConfig, weights: Weights, b: Buffers) ->
     The norm is taken over each layer's share separately.
     """
     n, eps = get_inputs_config(config).dim, config.norm_eps * config.dim  # eps of the norm, because x is not divided by sqrt(D)
-    unit = n // math.gcd(n, PANEL_ROWS)
-    n_panels = count_panels(config.n_layers * n)
-    unit = unit if n_panels % unit == 0 else n_panels
+    unit = get_panels_per_unit(n, [config.n_layers * n])
     row_scale, scale = float(np.sqrt(np.float32(n))), float(np.float32(0.5**0.5))
     token_rows, inputs = require_type(b.layer_inputs, LayerInputs)
     return [

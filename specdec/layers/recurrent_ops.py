@@ -15,7 +15,7 @@ import numpy as np
 
 from specdec.kernels import MAX_BATCH_TOKENS, compute_norm_scale, get_chunk_rows, sum_squares
 from specdec.layers.block import BASE, TIP
-from specdec.layers.buffers import Allocator
+from specdec.layers.buffers import Allocator, ScanState, pad
 from specdec.runtime import simd
 from specdec.runtime.code_cache import compiled, inlined, jitable
 from specdec.runtime.elementary import exp_scalar, sigmoid, silu, softplus_scalar
@@ -36,6 +36,21 @@ def make_ring(new: Allocator, width: int, n_channels: int) -> Float32:
     return new.sequence(MAX_BATCH_TOKENS + width - 1, n_channels)
 
 
+def make_scan_state(new: Allocator, n_heads: int, head_dim: int, n_rows: int, key_ring: tuple[int, int, int]) -> ScanState:
+    """Return the state of a scan, arrays of a sequence: n_heads matrices of n_rows rows and head_dim columns, and rings.
+
+    key_ring: Shape of the ring of keys.
+    """
+    width = pad(head_dim)
+    return ScanState(
+        new.sequence(2, n_heads * (width // PANEL_ROWS), n_rows, PANEL_ROWS),
+        new.sequence(n_heads, 2, dtype=np.int64),
+        new.sequence(*key_ring),
+        new.sequence(n_heads, RING_SLOTS, width),
+        new.sequence(n_heads, RING_SLOTS),
+    )
+
+
 @inlined
 def convolve_position(inputs, weight, bias, position, k):
     """Return a convolution's output, bias + sum_j weight[j] inputs[position - width + 1 + j], for channels from k on.
@@ -52,21 +67,19 @@ def convolve_position(inputs, weight, bias, position, k):
 
 
 @kernel
-def convolve(
-    run: ForwardContext, thread: int, x: Floats2, unit: int, base: int, inputs: Floats2, weight: Floats2, bias: Floats1
-) -> None:
+def convolve(run: ForwardContext, thread: int, x: Floats2, inputs: Floats2, weight: Floats2, bias: Floats1) -> None:
     """Compute x[t] = silu(conv x)[t] in place, for the channels that this chunk's share of the preceding matmul wrote.
 
-    Channels begin at column `base` of x (T, rows), the output of a matmul with this unit (`Matrix.matmul`). The convolution's
-    inputs are stored in the ring `inputs`; see `convolve_position`.
+    Channels are the first columns of x (T, rows). The convolution's inputs are stored in the ring `inputs`; see
+    `convolve_position`.
     """
     n_channels = weight.shape[1]
-    first, last = get_chunk_rows(run, x.shape[1], unit, base, n_channels)
+    first, last = get_chunk_rows(run, x.shape[1], 1, 0, n_channels)
     for t in range(run.n_tokens):
         position = run.pos + t
         row = position % inputs.shape[0] * n_channels
         for k in range(first, last, LANES):
-            at = t * x.shape[1] + base + k
+            at = t * x.shape[1] + k
             store(inputs, row + k, load(x, at))
             v = convolve_position(inputs, weight, bias, position, k)
             store(x, at, mul(v, sigmoid(v)))
@@ -498,9 +511,9 @@ class Mamba2Args(NamedTuple):
 
 
 @kernel
-def store_columns(run: ForwardContext, thread: int, x: Floats2, unit: int, base: int, ring: Floats2) -> None:
+def store_columns(run: ForwardContext, thread: int, x: Floats2, base: int, ring: Floats2) -> None:
     """Copy columns of x, from `base` on, to the ring (N, columns), for the rows that this chunk's share of the matmul wrote."""
-    first, last = get_chunk_rows(run, x.shape[1], unit, base, ring.shape[1])
+    first, last = get_chunk_rows(run, x.shape[1], 1, base, ring.shape[1])
     for t in range(run.n_tokens):
         slot = (run.pos + t) % ring.shape[0]
         for k in range(first, last):

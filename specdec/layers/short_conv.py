@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from specdec.layers.attention import Attention
 from specdec.layers.block import Block, norm_shapes
-from specdec.layers.buffers import Allocator, BufferSizes, LayerBuffers, RecurrentState, pad
+from specdec.layers.buffers import Allocator, BufferSizes, LayerBuffers, pad
 from specdec.layers.recurrent_ops import gated_convolution, make_ring
 from specdec.layers.weights import FusedNames, FusedTensors, Shapes
 from specdec.mixer_config import ShortConvConfig
@@ -39,7 +39,7 @@ class ShortConv(Block):
     def allocate(cls, config: ModelConfig, sizes: BufferSizes, new: Allocator, layer: LayerBuffers) -> None:
         """Make the ring of the convolution's inputs."""
         kernel_size = require_type(config.mixer, ShortConvConfig).kernel_size
-        layer.recurrent = RecurrentState(make_ring(new, kernel_size, pad(config.dim)))
+        layer.ring = make_ring(new, kernel_size, pad(config.dim))
 
     def ops(self) -> Program:
         """Return the block's program."""
@@ -49,6 +49,6 @@ class ShortConv(Block):
             *before,
             self.matrix("in").matmul(projected, source, self.b.scratch, unit=len(PROJECTIONS)),
             *self.make_bias_ops(projected, "bin", len(PROJECTIONS)),
-            gated_convolution(gated, projected, self.recurrent.inputs, self.vector("conv"), self.find_vector("conv_bias")),
+            gated_convolution(gated, projected, self.layer.ring, self.vector("conv"), self.find_vector("conv_bias")),
         ]
         return [phase, *self.add_residual("wo", gated, "bo")]

@@ -6,6 +6,7 @@ a rejected draft, following a path of a token tree and starting another sequence
 Shapes: N logits of a pass, L hidden layers that are kept, D dim, V vocab.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -367,7 +368,7 @@ class KVCache:
         """
         self._tokens += new
         if not n_logits:
-            self._maybe_take_snapshot(n_total)
+            self._snapshots.maybe_take(self._buffers, len(self._tokens), n_total)
         return self._buffers.logits[end - n_logits : end, : self.model.config.vocab_size]
 
     def _find_long_rope_rows(
@@ -413,7 +414,7 @@ class KVCache:
         if nodes:
             self._tree_nodes += nodes[n_nodes:]
         elif not n_logits:
-            self._maybe_take_snapshot(n_total)
+            self._snapshots.maybe_take(self._buffers, len(self._tokens), n_total)
         logits = trimmed.compute_logits(len(batch), n_logits) if trimmed and n_logits else self._buffers.logits[:n_logits]
         return logits[:, : self.model.config.vocab_size]
 
@@ -432,13 +433,8 @@ class KVCache:
         if 0 < n < self._min_rewind:
             self._snapshots.restore(self._buffers, n)
         elif n < self._min_rewind:
-            self.model.window_evictor.evict_all(self._buffers)
+            self.model.window_evictor.evict(self._buffers, 0, sys.maxsize)
         self._min_rewind = min(self._min_rewind, n)
-
-    def _maybe_take_snapshot(self, n_total: int) -> None:
-        """Take a snapshot after a prefill pass if it is worth its memory."""
-        if self.model.has_recurrent_state:
-            self._snapshots.maybe_take(self._buffers, len(self._tokens), n_total)
 
     def _advance(self, n: int) -> None:
         """Raise `_min_rewind` for a pass over n more tokens, and evict keys and values that no window reaches any more."""

@@ -259,7 +259,7 @@ class Llama:
         b = Buffers(
             sizes,
             new,
-            tokens=new.numbers(),
+            tokens=new.scratch(MAX_BATCH_TOKENS, dtype=np.int64),
             logits=new.rows(weights.matrices["classifier"].n_rows),
             x=new.rows(pad(config.dim), 1),
             normed=new.rows(pad(config.dim), sizes.n_threads),

@@ -305,7 +305,7 @@ class Model:
         """
         n_slots = round_up(n_positions + MAX_BATCH_TOKENS, PANEL_ROWS)
         plan = self._fill(Allocator(is_plan=True), n_slots, n_hidden_layers)
-        n_bytes = snapshot_bytes(plan.recurrent_states) - self.window_evictor.saved_bytes(n_slots)
+        n_bytes = snapshot_bytes(plan) - self.window_evictor.saved_bytes(plan)
         n_bytes += sum(each.array.nbytes for each in plan.new.own)
         return n_bytes if is_additional else n_bytes + plan.new.shared.n_bytes + self._block_bytes
 

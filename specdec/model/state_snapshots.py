@@ -4,14 +4,11 @@ Without one, a conversation that goes on from an earlier point is read anew, whi
 Qwen3.5-0.8B's shape.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
-
-import numpy as np
 
 from specdec.kernels import MAX_BATCH_TOKENS
 from specdec.layers.block import BASE, TIP
-from specdec.layers.buffers import Buffers, RecurrentState
+from specdec.layers.buffers import Buffers
 from specdec.runtime.simd import Float32
 
 MAX_SNAPSHOT_BYTES = 128 << 20  # of all snapshots of a sequence; two are kept in any case
@@ -26,18 +23,16 @@ class Snapshot(NamedTuple):
 
     Attributes:
         n_tokens: Length of the sequence.
-        inputs: Last inputs of the convolutions, by layer.
-        states: States of the delta nets or Mamba-2 layers, if there are any, by layer.
+        arrays: Last inputs of each convolution, then the state of each delta net or Mamba-2 layer.
     """
 
     n_tokens: int
-    inputs: Float32
-    states: Float32 | None
+    arrays: list[Float32]
 
     @property
     def n_bytes(self) -> int:
         """Size in bytes of the snapshot's arrays."""
-        return self.inputs.nbytes + (self.states.nbytes if self.states is not None else 0)
+        return sum(each.nbytes for each in self.arrays)
 
 
 class Snapshots(list[Snapshot]):
@@ -54,6 +49,8 @@ class Snapshots(list[Snapshot]):
     def maybe_take(self, buffers: Buffers, n: int, n_total: int) -> None:
         """Add a snapshot of the buffers after a prefill pass if it is worth its memory and the pass was not interrupted.
 
+        Without a recurrent state, there is nothing to add.
+
         Args:
             buffers: Buffers of the model.
             n: Number of tokens of the sequence that have run.
@@ -61,8 +58,7 @@ class Snapshots(list[Snapshot]):
         """
         last = self[-1].n_tokens if self else 0
         is_worth_it = n >= last + SNAPSHOT_INTERVAL_TOKENS or (n > last and n == n_total - 1 - PROMPT_END_OFFSET_TOKENS)
-        scans = [state.scan for state in buffers.recurrent_states if state.scan]
-        if is_worth_it and all((scan.lengths[:, TIP] == n).all() for scan in scans):
+        if is_worth_it and buffers.rings and all((scan.lengths[:, TIP] == n).all() for scan in buffers.scans):
             self.add(take_snapshot(buffers, n))
 
     def add(self, snapshot: Snapshot) -> None:
@@ -80,40 +76,34 @@ class Snapshots(list[Snapshot]):
 
     def restore(self, buffers: Buffers, n: int) -> None:
         """Write the snapshot of n tokens, which must exist, to the buffers; they then hold no state of fewer tokens."""
-        snapshot = next(each for each in self if each.n_tokens == n)
-        for i, state in enumerate(buffers.recurrent_states):
-            state.inputs[_find_ring_rows(state, n)] = snapshot.inputs[i]
-            if state.scan:
-                assert snapshot.states is not None
-                state.scan.states[BASE] = state.scan.states[TIP] = snapshot.states[i]
-                state.scan.lengths[...] = n
+        arrays = iter(next(each.arrays for each in self if each.n_tokens == n))
+        for ring in buffers.rings:
+            ring[_find_ring_rows(ring, n)] = next(arrays)
+        for scan in buffers.scans:
+            scan.states[BASE] = scan.states[TIP] = next(arrays)
+            scan.lengths[...] = n
 
 
 def take_snapshot(buffers: Buffers, n: int) -> Snapshot:
     """Return a snapshot that copies the recurrent state after n tokens out of the buffers."""
-    states = buffers.recurrent_states
-    scans = [state.scan.states[TIP] for state in states if state.scan]
-    inputs = np.stack([state.inputs[_find_ring_rows(state, n)] for state in states])
-    return Snapshot(n, inputs, np.stack(scans) if scans else None)
+    inputs = [ring[_find_ring_rows(ring, n)] for ring in buffers.rings]
+    return Snapshot(n, inputs + [scan.states[TIP].copy() for scan in buffers.scans])
 
 
-def snapshot_bytes(states: Sequence[RecurrentState]) -> int:
-    """Return the maximum size in bytes of all snapshots of a sequence with these recurrent states; 0 without any."""
-    n_bytes = 0
-    for inputs, scan in states:
-        n_bytes += _count_ring_rows(inputs) * inputs[0].nbytes
-        n_bytes += scan.states[TIP].nbytes if scan else 0
+def snapshot_bytes(buffers: Buffers) -> int:
+    """Return the maximum size in bytes of all snapshots of a sequence with these buffers; 0 without a recurrent state."""
+    n_bytes: int = sum(_count_ring_rows(ring) * ring[0].nbytes for ring in buffers.rings)
+    n_bytes += sum(scan.states[TIP].nbytes for scan in buffers.scans)
     if not n_bytes:
         return 0
     return n_bytes * min(max(MAX_SNAPSHOT_BYTES // n_bytes, MIN_SNAPSHOTS), MAX_SNAPSHOTS)
 
 
-def _count_ring_rows(inputs: Float32) -> int:
+def _count_ring_rows(ring: Float32) -> int:
     """Return the number of earlier tokens' inputs that a convolution with this ring reads."""
-    return len(inputs) - MAX_BATCH_TOKENS
+    return len(ring) - MAX_BATCH_TOKENS
 
 
-def _find_ring_rows(state: RecurrentState, n: int) -> list[int]:
+def _find_ring_rows(ring: Float32, n: int) -> list[int]:
     """Return the indexes of the rows of a ring of inputs that a convolution at position n reads of earlier tokens."""
-    n_rows = len(state.inputs)
-    return [position % n_rows for position in range(n - _count_ring_rows(state.inputs), n)]
+    return [position % len(ring) for position in range(n - _count_ring_rows(ring), n)]

@@ -23,7 +23,7 @@ def test_blocks_of_a_class_share_arrays_in_the_order_of_their_calls() -> None:
 )
 def test_other_blocks_sizes_and_dtypes_get_other_arrays(user: type, width: int, dtype: type) -> None:
     new = Allocator()
-    assert new.share(user).rows(width, dtype=dtype) is not new.share(Attention).rows(32)
+    assert new.share(user).scratch(64, width, dtype=dtype) is not new.share(Attention).rows(32)
 
 
 def test_arrays_of_a_sequence_are_zeros_that_share_no_page() -> None:

@@ -13,7 +13,7 @@ from specdec.runtime.op_program import Executor
 from specdec.runtime.simd import PANEL_ROWS
 from tests.tools.random_models import THREAD_COUNTS, round_to_float32
 
-BASE = 2 * PANEL_ROWS  # first channel in the rows of `convolve`
+N_OTHERS = 2 * PANEL_ROWS  # columns behind the channels in the rows of `convolve`
 
 
 class Model:
@@ -26,22 +26,22 @@ class Model:
         self.inputs[:] = np.nan  # left by another sequence
 
     def forward(self, x, pos, n_threads=1):
-        """Run tokens x (T, 3 channels) if gated, else (T, base + channels), from position pos on."""
+        """Run tokens x (T, 3 channels) if gated, else (T, channels and others), from position pos on."""
         x, out = x.copy(), zeros(1, len(x), self.n_channels)
         if self.gated:
             op = gated_convolution(out, x, self.inputs, self.weight, self.bias)
         else:
-            op = convolve(x, 1, BASE, self.inputs, self.weight, self.bias)
+            op = convolve(x, self.inputs, self.weight, self.bias)
         Executor([[op]])(len(x), pos, 0, n_threads)
-        return out[0] if self.gated else x[:, BASE:]
+        return out[0] if self.gated else x[:, : self.n_channels]
 
     def tokens(self, n, seed=3):
-        return random(n, 3 * self.n_channels if self.gated else BASE + self.n_channels, seed=seed)
+        return random(n, 3 * self.n_channels if self.gated else self.n_channels + N_OTHERS, seed=seed)
 
     def get_inputs(self, x):
         """Return the convolution's inputs and the factor of its output, in float32."""
         if not self.gated:
-            return x[:, BASE:], np.ones_like(x[:, BASE:])
+            return x[:, : self.n_channels], np.ones_like(x[:, : self.n_channels])
         b, c, x = x.reshape(len(x), -1, 3, PANEL_ROWS).transpose(2, 0, 1, 3).reshape(3, len(x), -1)
         return b * x, c
 

@@ -101,13 +101,13 @@ def test_model_without_recurrent_state_takes_no_snapshots():
 def test_snapshot_limit_keeps_newest_and_most_spread(monkeypatch):
     rows, kept = np.zeros((1, 2, 16), np.float32), Snapshots()
     for n in range(1, 1000):
-        kept.add(Snapshot(n * 10, rows, None))
+        kept.add(Snapshot(n * 10, [rows]))
     lengths = [each.n_tokens for each in kept]
     assert len(lengths) == MAX_SNAPSHOTS and lengths[-1] == 9990 and lengths == sorted(lengths)
     gaps = np.diff([0, *lengths])
     assert gaps.max() < 4 * 9990 / MAX_SNAPSHOTS
     monkeypatch.setattr(state_snapshots, "MAX_SNAPSHOT_BYTES", 1)
-    kept.add(Snapshot(10_000, rows, None))
+    kept.add(Snapshot(10_000, [rows]))
     assert len([*kept]) == MIN_SNAPSHOTS and kept.find_longest(10_000) == 10_000 and kept.find_longest(5) == 0
     kept.drop_after(9_999)
     assert 10_000 not in [each.n_tokens for each in kept]
