@@ -148,11 +148,11 @@ class KVCache:
         Args:
             eos_tokens: Tokens that are always candidates.
         """
-        if self.model.weights.matrices["classifier"].n_rows >= MIN_TRIMMED_ROWS:
-            from specdec.model.trimmed_classifier import TrimmedClassifier, can_trim_classifier
+        n_rows = self.model.weights.matrices["classifier"].n_rows
+        if n_rows >= MIN_TRIMMED_ROWS and not self.model.config.classifier_bias:
+            from specdec.model.trimmed_classifier import TrimmedClassifier
 
-            if can_trim_classifier(self.model):
-                self.trimmed_classifier = TrimmedClassifier(self.model, self._buffers, eos_tokens)
+            self.trimmed_classifier = TrimmedClassifier(self.model, self._buffers, eos_tokens)
         return self.trimmed_classifier
 
     @property

@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from specdec.layers.buffers import Buffers
-from specdec.model.llama import Llama
-from specdec.model_config import require_type
 from specdec.runtime.memory import align_to_cache_line
 from specdec.runtime.op_program import Executor
 from specdec.runtime.simd import PANEL_ROWS, Float32
@@ -32,15 +30,10 @@ MAX_RECENT_PANELS = 64  # of other candidates: 2,048 rows
 MIN_COVERAGE, COVERAGE_TOKENS = 0.9, 256  # share of the last tokens that must have been candidates
 
 
-def can_trim_classifier(model: "Model") -> bool:
-    """Return whether a draft model's classifier can be trimmed: it is that of a Llama or a head, without biases."""
-    return isinstance(model.architecture, Llama) and not model.config.classifier_bias
-
-
 def count_panel_bytes(model: "Model") -> int:
     """Return the memory in bytes of the panels that each sequence of a draft model with a large vocabulary copies."""
     panel = model.weights.matrices["classifier"].panels[0]
-    return MAX_RECENT_PANELS * panel.nbytes if can_trim_classifier(model) else 0
+    return MAX_RECENT_PANELS * panel.nbytes if not model.config.classifier_bias else 0
 
 
 class TrimmedClassifier:
@@ -50,7 +43,7 @@ class TrimmedClassifier:
     array, where they replace those that were not used for longest.
 
     Args:
-        model: The draft model; see `can_trim_classifier`.
+        model: The draft model, whose classifier has no biases.
         buffers: The buffers of a cache of the model.
         eos_tokens: Tokens that are always candidates.
     """
@@ -64,7 +57,7 @@ class TrimmedClassifier:
         self._recent_logits = buffers.new.share(TrimmedClassifier).rows(MAX_RECENT_PANELS * PANEL_ROWS)
         self._n_tokens = 0  # of the sequence, whose tokens are candidates
         self._were_candidates = deque[bool](maxlen=COVERAGE_TOKENS)  # whether each of the last tokens had been one before
-        classify = require_type(model.architecture, Llama).classify_candidates
+        classify = model.architecture.classify_candidates
         frequent = classify(model.config, model.weights, buffers, panels[: N_FREQUENT_TOKENS // PANEL_ROWS])
         own_buffers = replace(buffers, logits=self._recent_logits)
         self._executor = Executor([*frequent, *classify(model.config, model.weights, own_buffers, self._recent_panels)])
