@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 def _make_llama(config: ModelConfig) -> "Llama":
-    from specdec.model.llama import LLAMA, RECURRENT_LLAMA
+    from specdec.model.llama import LLAMA
 
-    return RECURRENT_LLAMA if any(layer.mixer for layer in config.layers) else LLAMA
+    return LLAMA
 
 
 # By name; each imports its module when a config names it. The architectures of draft heads are added when `heads` is imported.

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from specdec.argument_checks import check_int, check_ints, count_common_prefix, shorten
 from specdec.kernels import MAX_BATCH_TOKENS, build_tree_paths
+from specdec.layers.block import N_REWINDABLE_STATES
 from specdec.layers.buffers import Buffers
 from specdec.layers.rope import TreeNode, compute_depths, compute_lengths
 from specdec.model.state_snapshots import PROMPT_END_OFFSET_TOKENS, Snapshots
@@ -439,8 +440,8 @@ class KVCache:
     def _advance(self, n: int) -> None:
         """Raise `_min_rewind` for a pass over n more tokens, and evict keys and values that no window reaches any more."""
         evictor = self.model.window_evictor
-        if n_states := self.model.architecture.n_rewindable_states:
-            self._min_rewind = max(self._min_rewind, len(self._tokens) + n + 1 - n_states)
+        if self.model.has_recurrent_state:
+            self._min_rewind = max(self._min_rewind, len(self._tokens) + n + 1 - N_REWINDABLE_STATES)
         elif (min_rewind := evictor.get_min_rewind(len(self._tokens))) > self._min_rewind:
             before, self._min_rewind = self._min_rewind, min_rewind
             evictor.evict(self._buffers, before, min_rewind)
@@ -488,7 +489,9 @@ class KVCache:
 
     def _allocate(self, capacity: int) -> None:
         """Replace buffers and executors by ones for `capacity` slots, with the same contents."""
-        buffers, executors = self.model.make_buffers(capacity, self.hidden_layers, self._buffers if self._capacity else None)
+        model = self.model
+        buffers = model.grow_buffers(capacity, len(self.hidden_layers), self._buffers if self._capacity else None)
+        executors = model.architecture.make_executors(model.config, model.weights, buffers, self.hidden_layers)
         # One assignment: an interrupt between several would leave a program over buffers that are gone.
         self._executors, self.executor, self._buffers, self._capacity = (
             executors, executors[self.has_long_rope], buffers, capacity,

@@ -15,7 +15,7 @@ import numpy as np
 from specdec.kernels import MAX_BATCH_TOKENS, add_bias, add_positions, copy_rows, head_norm, scale_rows
 from specdec.layers.activations import softcap
 from specdec.layers.attention import Attention
-from specdec.layers.block import N_REWINDABLE_STATES, Block, norm
+from specdec.layers.block import Block, norm
 from specdec.layers.buffers import Allocator, Buffers, BufferSizes, LayerBuffers, RopeTables, pad
 from specdec.layers.mlp import MLP
 from specdec.layers.rope import make_query_rope_tables, make_rope_tables
@@ -103,17 +103,15 @@ class Llama:
     It holds no config, weights or buffers; its methods get those of a model.
 
     Attributes:
-        can_run_trees: Whether token trees are supported.
-        releases_windows: Whether keys and values that no token can see any more may be released before a sequence ends.
+        can_run_trees: Whether token trees are supported by models without a recurrent state.
+        releases_windows: Whether keys and values that no token can see any more may be released before a sequence ends, in models
+            without a recurrent state.
         keeps_final_norm: Whether the output of the last norm can be requested as a hidden state.
-        n_rewindable_states: Number of last sequence lengths for which buffers hold the recurrent state. A sequence can be
-            truncated by one token less; beyond that it runs again. The pass at position 0 takes no state. 0: no such state.
     """
 
     can_run_trees: ClassVar[bool] = True
     releases_windows: ClassVar[bool] = True
     keeps_final_norm: ClassVar[bool] = True
-    n_rewindable_states: ClassVar[int] = 0
 
     def shapes(self, config: ModelConfig) -> Shapes:
         """Return the shapes of all tensors, by llama2.c's names; the classifier `wcls` is left out if it is the embedding."""
@@ -298,13 +296,4 @@ class Llama:
         return executors
 
 
-class RecurrentLlama(Llama):
-    """Llama with mixers, whose recurrent state is that of one sequence."""
-
-    can_run_trees = False
-    releases_windows = False
-    n_rewindable_states = N_REWINDABLE_STATES
-
-
 LLAMA = Llama()
-RECURRENT_LLAMA = RecurrentLlama()

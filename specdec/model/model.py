@@ -22,7 +22,7 @@ from specdec.model.sliding_window_eviction import SlidingWindowEvictor
 from specdec.model.state_snapshots import snapshot_bytes
 from specdec.model_config import ModelConfig
 from specdec.runtime.cpu_topology import get_thread_choices
-from specdec.runtime.op_program import BatchEntry, Executor
+from specdec.runtime.op_program import BatchEntry
 from specdec.runtime.parallel_region import create_fork_safe_lock, get_available_threads, rebuild
 from specdec.runtime.simd import PANEL_ROWS, Float32, Int64, round_up
 
@@ -64,6 +64,7 @@ class Model:
         config: Config of the model.
         weights: Packed weights, in arrays that begin at cache lines.
         architecture: The architecture that the config names.
+        has_recurrent_state: Whether a sequence has a recurrent state next to its keys and values.
         kv: Format of keys and values: f32, f16 or q8.
         n_positions: Maximum length of a sequence in tokens.
         max_threads: Largest value of `n_threads`.
@@ -92,6 +93,7 @@ class Model:
         self.architecture = get_architecture(config)
         self.architecture.plan_weights(config, {}).check(weights)
         self.config, self.weights = config, weights.align()
+        self.has_recurrent_state = any(layer.mixer for layer in config.layers)
         self.kv: KVFormatName = get_kv_format(weights, check_choice("kv", kv, get_args(KVFormatName)))
         self.max_threads = get_available_threads()
         self.n_threads = get_thread_choices()[0] if n_threads is None else n_threads
@@ -136,14 +138,9 @@ class Model:
         return self.config.rope.longrope_threshold
 
     @property
-    def has_recurrent_state(self) -> bool:
-        """Whether a sequence has a recurrent state next to its keys and values."""
-        return self.architecture.n_rewindable_states > 0
-
-    @property
     def can_run_trees(self) -> bool:
         """Whether the model supports token trees (`forward_tree`)."""
-        return self.architecture.can_run_trees
+        return self.architecture.can_run_trees and not self.has_recurrent_state
 
     @property
     def n_threads(self) -> int:
@@ -272,17 +269,11 @@ class Model:
     def grow_buffers(self, n_slots: int, n_hidden_layers: int, old: Buffers | None) -> Buffers:
         """Return buffers for a sequence of n_slots tokens, with the contents of `old`, the smaller buffers of the sequence.
 
-        The second executor, if there is one, is for sequences with long RoPE factors. The buffers that all caches of the model
-        share grow, too, if n_slots exceeds that of all earlier calls.
+        The buffers that all caches of the model share grow, too, if n_slots exceeds that of all earlier calls.
 
         Raises:
             MemoryError: If there is not enough memory.
         """
-        buffers = self.grow_buffers(n_slots, len(hidden_layers), old)
-        return buffers, self.architecture.make_executors(self.config, self.weights, buffers, hidden_layers)
-
-    def grow_buffers(self, n_slots: int, n_hidden_layers: int, old: Buffers | None) -> Buffers:
-        """Return buffers for a sequence of n_slots tokens, with the contents of `old`, the smaller buffers of the sequence."""
         buffers = self._fill(Allocator(self._shared_buffers, old.new.own if old else ()), n_slots, n_hidden_layers)
         self._experts_read = buffers.experts_read
         return buffers
@@ -320,8 +311,7 @@ class Model:
     def find_max_positions(self, n_bytes: float, max_positions: int) -> int:
         """Return the number of positions, 1 to max_positions, of the longest sequence that fits n_bytes of memory.
 
-        It does not exceed the config's max_positions. It is found in steps of 1/64, so it may be a little too low; it is 1 even
-        if that does not fit.
+        It does not exceed the config's max_positions. It is 1 even if that does not fit.
         """
         lengths = range(1, min(max_positions, self.config.max_positions or max_positions) + 1)
         return max(bisect.bisect_right(lengths, n_bytes, key=self.get_sequence_bytes), 1)

@@ -26,7 +26,7 @@ ALL = (
     | CONFIGS
     | {"head_dim 2": make_config(14, 20, 2, 7, 1, 105, 400), "many heads": make_config(96, 40, 1, 24, 1, 105, 400)}
 )
-SHAPES = {name: config for name, config in ALL.items() if get_architecture(config).can_run_trees}  # families that support trees
+SHAPES = {name: config for name, config in ALL.items() if not any(each.mixer for each in config.layers)}
 
 
 def random_parents(n: int, seed: int) -> list[int]:
