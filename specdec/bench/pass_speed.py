@@ -128,7 +128,7 @@ def run(
     """
     tensors = random_tensors(config, make_progress("making weights"))
     n_weights = sum(tensor.size for tensor in tensors.values())
-    weights = LLAMA.pack(config, tensors, INT8 if is_int8 else None, make_progress("packing weights"))
+    weights = LLAMA.plan_weights(config, tensors, INT8 if is_int8 else None).pack(make_progress("packing weights"))
     model = Model(config, weights, n_threads)
     del tensors
     calculate, flops = make_arithmetic_task(is_int8, model.n_threads)

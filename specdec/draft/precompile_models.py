@@ -26,7 +26,7 @@ def compile_passes(
     Args:
         config: The configuration of the models.
         tensors: The tensors of the models, by name.
-        weight_formats: The weight format of each model, the target's first; see `Llama.pack`.
+        weight_formats: The weight format of each model, the target's first; see `WeightPlan`.
         kv: The KV cache format.
 
     Returns:

@@ -103,21 +103,21 @@ class Loader:
     def _load_or_pack(self, checkpoint: Checkpoint, weight_format: WeightFormat | None) -> Weights:
         """Return packed weights as `pack` does, without looking for weights that are loaded already."""
         name, config, tensors = checkpoint.path.name, checkpoint.config, checkpoint.tensors
-        architecture = get_architecture(config)
+        plan = get_architecture(config).plan_weights(config, tensors, weight_format)
 
         def report(share: float) -> None:
             self.progress(name, share)
 
         cache: PackedWeightsCache | None = None
-        if self.packed != AUTO or architecture.plan_weights(config, tensors).estimate_bytes(weight_format) >= MIN_KEPT_BYTES:
+        if self.packed != AUTO or plan.estimate_bytes() >= MIN_KEPT_BYTES:
             cache = import_module("specdec.loaders.packed_weights").open_packed_weights(self.packed)
         if cache and (stored := cache.load(checkpoint, weight_format, report)):
             return stored
         try:
             if not cache:
-                return architecture.pack(config, tensors, weight_format, report)
+                return plan.pack(report)
             with cache.open_writer(checkpoint, weight_format) as writer:
-                return architecture.pack(config, tensors, weight_format, report, writer.add)
+                return plan.pack(report, writer.add)
         except MemoryError as error:
             problem = f"{checkpoint.path} does not fit into memory: {error or 'there is none left for its weights'}"
             raise CheckpointError(f"{problem}; use a smaller model, or a GGUF file of it with fewer bits per weight") from None

@@ -5,7 +5,7 @@ for each layer. A tensor that only some layers have, or that holds a matrix for 
 name: "2.wq".
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
@@ -233,17 +233,6 @@ class Llama:
     def plan_weights(self, config: ModelConfig, tensors: Tensors, weight_format: "WeightFormat | None" = None) -> WeightPlan:
         """Return the plan of a model's weights, made of tensors in the shapes of `shapes`; see `WeightPlan`."""
         return WeightPlan(self.plans(config), tensors, weight_format, TOKEN_TABLE if config.per_layer_inputs else "")
-
-    def pack(
-        self,
-        config: ModelConfig,
-        tensors: Tensors,
-        weight_format: "WeightFormat | None" = None,
-        progress: Callable[[float], object] = lambda share: None,
-        keep: Callable[[Float32, str], object] = lambda array, format_name: None,
-    ) -> Weights:
-        """Return a model's packed weights; see `WeightPlan.pack`."""
-        return self.plan_weights(config, tensors, weight_format).pack(progress, keep)
 
     # Buffers
 

@@ -54,7 +54,7 @@ class Model:
 
     Args:
         config: Config of the model.
-        weights: Packed weights (`Llama.pack`).
+        weights: Packed weights (`WeightPlan.pack`).
         n_threads: Number of threads; by default all cores.
         n_positions: Maximum length of a sequence. By default seq_len, which is also the limit of learned positions.
         kv: Format of keys and values: "f32"; "f16", rounded to nearest and NaN beyond its range; "q8", bytes with a scale for

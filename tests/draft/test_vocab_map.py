@@ -39,7 +39,7 @@ def make_reordered(seed=0, kept=105):
     model, tensors = tiny_model(seed), random_tensors(ModelConfig(40, 50, 2, 5, 1, 105, 128), seed)
     order = np.random.default_rng(seed).permutation(105)[:kept]
     config, tensors["tok_emb"] = replace(model.config, vocab_size=kept), tensors["tok_emb"][order]
-    other = Model(config, LLAMA.pack(config, tensors), 1)
+    other = Model(config, LLAMA.plan_weights(config, tensors).pack(), 1)
     return model, VocabMappedModel(other, order.tolist(), 105), order
 
 

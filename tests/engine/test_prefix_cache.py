@@ -93,7 +93,7 @@ def assert_same(decoder, sequence, events):
 def test_no_sequence_waits_for_a_recurrent_state_that_cannot_be_copied(name, tmp_path):
     """The state is that of a long sequence, which is past the shared prefix."""
     checkpoint = load_checkpoint(FIXTURES / name)
-    weights = get_architecture(checkpoint.config).pack(checkpoint.config, checkpoint.tensors)
+    weights = get_architecture(checkpoint.config).plan_weights(checkpoint.config, checkpoint.tensors).pack()
     vocabulary = [(f"<{i}>".encode() if i < 3 else f"{i} ".encode(), 0) for i in range(CONFIGS[name].vocab_size)]
     tokenizer = Tokenizer(write_tokenizer(tmp_path / "letters.bin", vocabulary))
     decoder = SpeculativeDecoder(Model(checkpoint.config, weights, 1, 40_000), None, tokenizer)

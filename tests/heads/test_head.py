@@ -42,14 +42,14 @@ REFERENCE = sorted(path.stem for path in FIXTURES.glob("heads/*.npz"))
 def load_reference_head(name):
     """Return a target cache of the fixtures, its head's, and speculators' results for it; see make_heads.py."""
     target_numbers = load_checkpoint(FIXTURES / name)
-    weights = get_architecture(target_numbers.config).pack(target_numbers.config, target_numbers.tensors)
+    weights = get_architecture(target_numbers.config).plan_weights(target_numbers.config, target_numbers.tensors).pack()
     target = Model(target_numbers.config, weights, 1, kv="f32")
     with np.load(FIXTURES / "heads" / f"{name}.npz") as file:
         reference = dict(file)
     numbers = json.loads(str(reference["numbers"]))
     numbers |= {"draft_vocab_size": numbers.pop("n_rows"), "target_layers": (*numbers.pop("layers"),)}
     config, tensors, _ = random_head(target.config, **numbers, own_classifier=True)
-    weights = EAGLE3.pack(config, {name: reference[name] for name in tensors})
+    weights = EAGLE3.plan_weights(config, {name: reference[name] for name in tensors}).pack()
     head = new_head_cache(Head(config, weights, target, reference["ids"], 1, kv="f32"))
     return head.target_cache, head, reference
 
@@ -111,7 +111,7 @@ def test_logits_equal_the_oracles_for_each_shape_and_beyond_the_window(name):
     target_numbers, numbers = SHAPES[name]
     model = random_model(CONFIGS[target_numbers])
     config, tensors, ids = random_head(model.config, **numbers)
-    head = new_head_cache(Head(config, EAGLE3.pack(config, tensors), model, ids, 1, 80))
+    head = new_head_cache(Head(config, EAGLE3.plan_weights(config, tensors).pack(), model, ids, 1, 80))
     target = head.target_cache
     head_parts = random_tensors(CONFIGS[target_numbers], 0, 0.3)
     tables = {"tok_emb": head_parts["tok_emb"], "wcls": head_parts.get("wcls", head_parts["tok_emb"])}
@@ -131,7 +131,7 @@ def test_quantized_weights_give_similar_logits_that_do_not_depend_on_the_batch(n
     config, tensors, ids = random_head(model.config, **numbers)
     tokens = random_tokens(model.config, 45)
     exact, *heads = (
-        new_head_cache(Head(config, EAGLE3.pack(config, tensors, weight_format), model, ids, 1, 80))
+        new_head_cache(Head(config, EAGLE3.plan_weights(config, tensors, weight_format).pack(), model, ids, 1, 80))
         for weight_format in (FP32, INT8, INT4)
     )
     for head in (exact, *heads):
@@ -152,7 +152,8 @@ def test_16_bit_weights_give_the_same_logits_as_their_values_in_fp32(weight_form
     config, tensors, _ = random_head(target.config, own_classifier=True, own_embedding=True)
     halves = {name: to_half(tensor, weight_format) for name, tensor in tensors.items()}
     heads = [
-        new_head_cache(Head(config, EAGLE3.pack(config, given), target, kv="f32")) for given in (halves, widen_tensors(halves))
+        new_head_cache(Head(config, EAGLE3.plan_weights(config, given).pack(), target, kv="f32"))
+        for given in (halves, widen_tensors(halves))
     ]
     assert heads[0].model.weights.format_names == weight_format
     tokens = random_tokens(target.config, 30)
@@ -343,7 +344,7 @@ def test_a_pickled_head_keeps_its_target():
 def test_a_head_that_does_not_fit_the_target_is_refused():
     target = random_model(CONFIGS["gqa"])
     config, tensors, ids = random_head(target.config, draft_vocab_size=50)
-    weights = EAGLE3.pack(config, tensors)
+    weights = EAGLE3.plan_weights(config, tensors).pack()
 
     def refused(match, config=config, weights=weights, target=target, ids=ids):
         with pytest.raises(ValueError, match=match):
@@ -354,7 +355,7 @@ def test_a_head_that_does_not_fit_the_target_is_refused():
     refused("^a head for a target of width 64 and 512 tokens does not fit one of 40 and 105$", target=other_target)
     for bad_ids in (ids[:-1], np.append(ids[:-1], ids[0]), np.append(ids[:-1], 512), np.append(ids[:-1], -1)):
         refused("^target_ids must be 50 different ids from 0 to 511$", ids=bad_ids)
-    refused("classifier", weights=EAGLE3.pack(*random_head(target.config)[:2]))
+    refused("classifier", weights=EAGLE3.plan_weights(*random_head(target.config)[:2]).pack())
     message = r"^the head needs a cache of its target with the hidden states before layers \(0, 1, 2\)$"
     for cache in (target.new_cache((0, 1)), target.new_cache(), random_model(CONFIGS["gqa"]).new_cache((0, 1, 2))):
         with pytest.raises(ValueError, match=message):

@@ -33,10 +33,10 @@ PROMPT = [1, 7, 9]
 def make_pair(name="qwen35", n_threads=1, weight_format=None):
     """Return KV caches of a target of the fixtures, and of its head in a weight format."""
     source = load_checkpoint(FIXTURES / name)
-    weights = get_architecture(source.config).pack(source.config, source.tensors)
+    weights = get_architecture(source.config).plan_weights(source.config, source.tensors).pack()
     target = Model(source.config, weights, n_threads, N_POSITIONS, kv="f32")
     head_tensors = load_mtp_head(source)
-    head = get_architecture(head_tensors.config).pack(head_tensors.config, head_tensors.tensors, weight_format)
+    head = get_architecture(head_tensors.config).plan_weights(head_tensors.config, head_tensors.tensors, weight_format).pack()
     cache = new_head_cache(Head(head_tensors.config, head, target, None, n_threads, N_POSITIONS, kv="f32"))
     return cache.target_cache, cache
 

@@ -71,7 +71,7 @@ def test_logits_with_compact_kv_do_not_depend_on_batch_or_threads(name, weight_f
     config = CONFIGS[name]
     tokens = random_tokens(config, 70)
     tensors = {name: to_half(tensor, weight_format.name) for name, tensor in random_tensors(config, 1, 0.1).items()}
-    weights = get_architecture(config).pack(config, tensors, None if weight_format is BF16 else weight_format)
+    weights = get_architecture(config).plan_weights(config, tensors, None if weight_format is BF16 else weight_format).pack()
     expected = run_in_blocks(Model(config, weights, 1, kv=kv), tokens, 1)
     for n_threads in THREAD_COUNTS:
         cache = Model(config, weights, n_threads, kv=kv).new_cache()
@@ -87,7 +87,7 @@ def test_only_keys_and_values_are_rounded(name, kv):
     """The oracle that rounds them is far nearer than the one that does not. Trees keep what chains keep."""
     config = FAMILIES[name]
     tensors, sequence = family_tensors(config), random_tokens(config, 40)
-    cache = Model(config, get_architecture(config).pack(config, tensors), 1, kv=kv).new_cache()
+    cache = Model(config, get_architecture(config).plan_weights(config, tensors).pack(), 1, kv=kv).new_cache()
     got = run_in_blocks(cache, sequence, 7)
     rounding = {"f16": np.float16, "q8": reference.round_to_q8}[kv]
     rounded, exact = (reference.forward(config, tensors, sequence, round_kv=kept) for kept in (rounding, np.float64))
@@ -117,7 +117,7 @@ def test_only_keys_and_values_are_rounded(name, kv):
 def test_bytes_per_token_are_those_by_which_a_cache_grows(name):
     config = FAMILIES[name]
     for kv in ("f32", "f16", "q8"):
-        model = Model(config, get_architecture(config).pack(config, family_tensors(config)), 1, kv=kv)
+        model = Model(config, get_architecture(config).plan_weights(config, family_tensors(config)).pack(), 1, kv=kv)
         short, long = (sum(each.array.nbytes for each in model.grow_buffers(n, 0, None).growing) for n in (64, 128))
         assert long - short == 64 * count_kv_bytes_per_token(config, kv) > 0
 
@@ -127,7 +127,7 @@ def test_key_or_value_beyond_fp16_range_becomes_nan():
     for name in ("wk", "wv"):
         tensors = random_tensors(config, 1)
         tensors[name] *= 1e6
-        weights = get_architecture(config).pack(config, tensors)
+        weights = get_architecture(config).plan_weights(config, tensors).pack()
         assert np.isfinite(Model(config, weights, 1).new_cache().forward([1, 2], 1)).all()
         f16 = Model(config, weights, 1, kv="f16").new_cache()
         assert np.isnan(f16.forward([1, 2], 1)).all()
@@ -144,7 +144,7 @@ def test_q8_keeps_non_finite_values_and_zeros():
                 changed = tensors | {name: np.where(tensors[name] == tensors[name].flat[0], np.float32(factor), tensors[name])}
             if np.isfinite(factor):
                 changed = tensors | {name: tensors[name] * np.float32(factor)}
-            cache = Model(config, get_architecture(config).pack(config, changed), 1, kv="q8").new_cache()
+            cache = Model(config, get_architecture(config).plan_weights(config, changed).pack(), 1, kv="q8").new_cache()
             assert np.isfinite(cache.forward([1, 2], 1)).all() == is_finite
 
 

@@ -108,7 +108,7 @@ def test_a_converted_model_equals_its_folder_bit_by_bit(tmp_path: Path, name: st
 def load_fp32_kv_model(path: Path) -> Model:
     """Load a model with an fp32 KV cache, as in transformers."""
     checkpoint = load_checkpoint(path)
-    weights = get_architecture(checkpoint.config).pack(checkpoint.config, checkpoint.tensors)
+    weights = get_architecture(checkpoint.config).plan_weights(checkpoint.config, checkpoint.tensors).pack()
     return Model(checkpoint.config, weights, kv="f32")
 
 

@@ -101,7 +101,7 @@ def make_cache(name: str, **changes: Any) -> KVCache:
     """Return a cache in fp32, as in transformers, of a fixture's model with changes to its config."""
     checkpoint = load_checkpoint(FIXTURES / name)
     config = replace_config(checkpoint.config, **changes)
-    return Model(config, get_architecture(config).pack(config, checkpoint.tensors), kv="f32").new_cache()
+    return Model(config, get_architecture(config).plan_weights(config, checkpoint.tensors).pack(), kv="f32").new_cache()
 
 
 def compute_error(cache: KVCache, expected: hf_folders.Expected) -> float:
@@ -243,7 +243,9 @@ def test_mxfp4_logits_equal_those_of_transformers() -> None:
         name: [tensor[0 : tensor.shape[0]] for tensor in tensors] if "experts_w" in name else tensors
         for name, tensors in checkpoint.tensors.items()
     }
-    model = Model(checkpoint.config, get_architecture(checkpoint.config).pack(checkpoint.config, numbers), kv="f32")
+    model = Model(
+        checkpoint.config, get_architecture(checkpoint.config).plan_weights(checkpoint.config, numbers).pack(), kv="f32"
+    )
     assert compute_error(model.new_cache(), expected) < 3e-5
     assert load_model(FIXTURES / MXFP4_FIXTURE).weights.format_names == "MXFP4 and bf16", "4 bits stay 4 bits"
 

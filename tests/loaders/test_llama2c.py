@@ -165,11 +165,11 @@ def test_a_large_seq_len_costs_nothing_until_it_is_used(tmp_path: Path) -> None:
     """RoPE tables for 30,000,000 positions of a small model would take 8.8 GB."""
     config = ModelConfig(64, 64, 1, 2, 2, 64, 30_000_000)
     tensors = random_tensors(config, 0)
-    Model(config, LLAMA.pack(config, tensors), 1).new_cache().forward([1])  # compiled
+    Model(config, LLAMA.plan_weights(config, tensors).pack(), 1).new_cache().forward([1])  # compiled
     path = write_checkpoint(tmp_path / "model.bin", config, tensors, 1)
     with limit_memory(10e6):
         checkpoint = load_checkpoint(path)
-        model = Model(checkpoint.config, LLAMA.pack(checkpoint.config, checkpoint.tensors), 1)
+        model = Model(checkpoint.config, LLAMA.plan_weights(checkpoint.config, checkpoint.tensors).pack(), 1)
         model.new_cache().forward([1, 2, 3])
 
 

@@ -325,7 +325,7 @@ def test_two_writers_make_one_file(cache: PackedWeightsCache, model: Path) -> No
         cache.open_writer(checkpoint, None) as other,
     ):
         for writer in (one, other):
-            architecture.pack(checkpoint.config, checkpoint.tensors, None, keep=writer.add)
+            architecture.plan_weights(checkpoint.config, checkpoint.tensors, None).pack(keep=writer.add)
     weights = load(model, cache)
     assert is_mapped(weights) and len([*cache.folder.iterdir()]) == 2
     assert_equal(weights, load(model, None))

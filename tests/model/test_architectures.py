@@ -108,7 +108,7 @@ def test_non_finite_weights_reach_logits(name: str, value: float) -> None:
         tensors = sound | {tensor: sound[tensor].copy()}
         row = POISON if tensor in ("tok_emb", "pos_emb", "wcls") else 0
         tensors[tensor].reshape(-1, sound[tensor].shape[-1])[row, -1] = value
-        cache = Model(config, get_architecture(config).pack(config, tensors), 1).new_cache()
+        cache = Model(config, get_architecture(config).plan_weights(config, tensors).pack(), 1).new_cache()
         with np.errstate(all="ignore"):
             lost = ~np.isfinite(reference.forward(config, tensors, sequence))
         assert lost.any() or "experts" in tensor or "router" in tensor or (tensor, value) == ("eps", np.inf), tensor
@@ -123,7 +123,7 @@ def test_non_finite_token_does_not_affect_later_sequences(name: str) -> None:
     config = FAMILIES[name]
     tensors = random_tensors(config)
     tensors["tok_emb"][POISON] *= 1e30  # its squares overflow
-    cache = Model(config, get_architecture(config).pack(config, tensors), 1).new_cache()
+    cache = Model(config, get_architecture(config).plan_weights(config, tensors).pack(), 1).new_cache()
     sequence = [token for token in random_tokens(config, 30) if token != POISON]
     expected = cache.forward(sequence, len(sequence)).copy()
     assert np.isfinite(expected).all()
@@ -197,7 +197,7 @@ def test_unknown_architecture_error_lists_supported_ones() -> None:
 def test_weights_of_another_config_are_rejected(flag: str) -> None:
     config = FAMILIES["everything"]
     other = replace_config(config, **{flag: False})
-    weights = [get_architecture(c).pack(c, random_tensors(c)) for c in (config, other)]
+    weights = [get_architecture(c).plan_weights(c, random_tensors(c)).pack() for c in (config, other)]
     with pytest.raises(ValueError, match="of the weights is unknown to the config"):
         Model(other, weights[0])
     with pytest.raises(ValueError, match=r"(has the shape .*|is missing); the config needs the shape"):

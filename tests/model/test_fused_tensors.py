@@ -35,7 +35,9 @@ def make_model(path: Path, types: tuple[str, ...]) -> Model:
             tensors[f"blk.{i}.attn_{name}.weight"] = blocks
     path.write_bytes(gguf_bytes(keys, tensors))
     checkpoint = load_checkpoint(path)
-    return Model(checkpoint.config, get_architecture(checkpoint.config).pack(checkpoint.config, checkpoint.tensors), 3)
+    return Model(
+        checkpoint.config, get_architecture(checkpoint.config).plan_weights(checkpoint.config, checkpoint.tensors).pack(), 3
+    )
 
 
 @pytest.mark.parametrize("types", TYPES, ids=" ".join)

@@ -38,7 +38,7 @@ from tests.tools.random_models import (
 def test_logits_of_real_model_do_not_depend_on_batch_or_threads():
     for path in (DEFAULT_TARGET, DEFAULT_DRAFT, *sorted(SHARED.glob("models/stories*.bin"))):
         checkpoint = load_checkpoint(path)
-        weights = LLAMA.pack(checkpoint.config, checkpoint.tensors)
+        weights = LLAMA.plan_weights(checkpoint.config, checkpoint.tensors).pack()
         tokens = random_tokens(checkpoint.config, 130)
         alone = run_in_blocks(Model(checkpoint.config, weights, 1, n_positions=130), tokens, 1)
         for n_threads in THREAD_COUNTS:
@@ -137,7 +137,7 @@ def test_a_model_with_other_angles_beyond_a_length_is_not_longer() -> None:
 
 
 def test_weights_of_another_shape_are_rejected():
-    weights = {name: LLAMA.pack(config, random_tensors(config, 0)) for name, config in CONFIGS.items()}
+    weights = {name: LLAMA.plan_weights(config, random_tensors(config, 0)).pack() for name, config in CONFIGS.items()}
     for name, config in CONFIGS.items():
         for other in CONFIGS:
             if other != name:
@@ -149,7 +149,7 @@ def test_weights_of_another_shape_are_rejected():
 def test_invalid_config_is_rejected(changes):
     config = replace(CONFIGS["gqa"], **changes)
     with pytest.raises(ValueError, match=next(iter(changes)) + "|head_dim"):
-        Model(config, LLAMA.pack(config, random_tensors(config, 0)))
+        Model(config, LLAMA.plan_weights(config, random_tensors(config, 0)).pack())
 
 
 def test_model_unpickles_on_machine_with_fewer_threads(monkeypatch):
@@ -301,7 +301,7 @@ def poisoned_cache(config: ModelConfig, int8: bool, where: str) -> KVCache:
         tensors["rms_ffn"][:, 1] = tensors["w1"][:, :, 1] = tensors["w3"][:, :, 1] = 1e19
     if where == "keys":
         tensors["rms_att"][:, 1] = tensors["wq"][:, :, 1] = tensors["wk"][:, :, 1] = 1e19
-    return Model(config, LLAMA.pack(config, tensors, INT8 if int8 else FP32), 1).new_cache()
+    return Model(config, LLAMA.plan_weights(config, tensors, INT8 if int8 else FP32).pack(), 1).new_cache()
 
 
 @pytest.mark.parametrize("where", ["norm", "hidden", "keys"])

@@ -25,7 +25,7 @@ N_SHORT = CONFIG.rope.longrope_threshold
 
 def make_model(weight_format: Any = FP32, **changes: Any) -> Model:
     config = replace_config(CONFIG, **changes)
-    return Model(config, LLAMA.pack(config, random_tensors(config), weight_format), 1)
+    return Model(config, LLAMA.plan_weights(config, random_tensors(config), weight_format).pack(), 1)
 
 
 def make_cache() -> KVCache:

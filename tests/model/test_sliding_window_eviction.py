@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(not CAN_RELEASE_PAGES, reason="the system cannot
 
 def make_model(name: str, n_threads: int = 1, kv: KVFormatName = "auto", **changes: Any) -> Model:
     config = replace_config(FAMILIES[name], seq_len=3000, **changes)
-    return Model(config, get_architecture(config).pack(config, random_tensors(config)), n_threads, kv=kv)
+    return Model(config, get_architecture(config).plan_weights(config, random_tensors(config)).pack(), n_threads, kv=kv)
 
 
 def make_cache(name: str, n_threads: int = 1, kv: KVFormatName = "auto") -> KVCache:
@@ -177,7 +177,7 @@ def read_lazy_bytes() -> int:
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="asks Linux")
 def test_memory_stays_low_after_growth_and_copies(no_slack: None) -> None:
     config = replace(FAMILIES["mistral"], seq_len=20000, head_dim=64)
-    tokens, weights = random_tokens(config, 4100), get_architecture(config).pack(config, random_tensors(config))
+    tokens, weights = random_tokens(config, 4100), get_architecture(config).plan_weights(config, random_tensors(config)).pack()
     before, per_position = read_lazy_bytes(), 2 * 2 * 2 * 64 * 4
     cache = Model(config, weights, 1, 9000).new_cache()
     cache.forward(tokens[:300], 0)

@@ -56,7 +56,7 @@ def compute_chain_logits(cache: KVCache, tokens: list[int], nodes: list[int], pa
 
 def bf16_cache(config: ModelConfig, n_threads: int = 1) -> KVCache:
     tensors = {name: to_half(tensor, "bf16") for name, tensor in random_tensors(config).items()}
-    return Model(config, get_architecture(config).pack(config, tensors), n_threads).new_cache()
+    return Model(config, get_architecture(config).plan_weights(config, tensors).pack(), n_threads).new_cache()
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_non_finite_node_affects_only_descendants(name: str) -> None:
     config = FAMILIES[name]
     tensors = random_tensors(config)
     tensors["tok_emb"][POISON] *= 1e30  # its squares overflow
-    cache, fresh = (Model(config, get_architecture(config).pack(config, tensors), 1).new_cache() for _ in range(2))
+    cache, fresh = (Model(config, get_architecture(config).plan_weights(config, tensors).pack(), 1).new_cache() for _ in range(2))
     parents = random_parents(30, 2)
     nodes = [token if token != POISON else 1 for token in random_tokens(config, 30, 5)]
     sick = {3, 8, 14}

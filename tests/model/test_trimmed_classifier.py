@@ -41,7 +41,7 @@ def make_model(weight_format=FP32, seed=0, n_positions=512):
     config = ModelConfig(64, 64, 1, 4, 2, VOCAB_SIZE, n_positions)
     tensors = random_tensors(config, seed)
     tensors["tok_emb"][N_FREQUENT_TOKENS:] *= 0.85
-    return Model(config, LLAMA.pack(config, tensors, weight_format), 1)
+    return Model(config, LLAMA.plan_weights(config, tensors, weight_format).pack(), 1)
 
 
 def find_panel(token):
@@ -76,7 +76,7 @@ def test_a_head_has_the_logits_of_candidates():
     config, tensors, _ = random_head(target.config, architecture="mtp", target_layers=(1,))
     rng = np.random.default_rng(0)
     tensors = {name: rng.standard_normal(shape).astype(np.float32) * 0.3 for name, shape in MTP.shapes(config).items()}
-    head = Head(config, MTP.pack(config, tensors), target, None, 1, 512)
+    head = Head(config, MTP.plan_weights(config, tensors).pack(), target, None, 1, 512)
     caches = []
     for _ in range(2):
         target_cache = target.new_cache(head.target_layers)
@@ -115,9 +115,9 @@ def test_all_tokens_have_logits_while_too_few_of_the_sequence_were_candidates():
 
 def test_small_vocabularies_and_classifiers_with_biases_are_not_trimmed():
     config = ModelConfig(64, 64, 1, 4, 2, 64_000, 64)
-    small = Model(config, LLAMA.pack(config, random_tensors(config, 0)), 1)
+    small = Model(config, LLAMA.plan_weights(config, random_tensors(config, 0)).pack(), 1)
     config = replace(config, vocab_size=VOCAB_SIZE, classifier_bias=True)
-    biased = Model(config, LLAMA.pack(config, random_tensors(config, 0)), 1)
+    biased = Model(config, LLAMA.plan_weights(config, random_tensors(config, 0)).pack(), 1)
     for model in (small, biased):
         assert model.new_cache().trim_classifier([]) is None
 

@@ -28,7 +28,7 @@ def make_small_model(seed: int = 0, seq_len: int = 128) -> Model:
     config = ModelConfig(32, 48, 2, 4, 2, 300, seq_len)
     rng = np.random.default_rng(seed)
     tensors = {name: rng.standard_normal(shape, np.float32) * 0.3 for name, shape in LLAMA.shapes(config).items()}
-    return Model(config, LLAMA.pack(config, tensors), n_threads=1)
+    return Model(config, LLAMA.plan_weights(config, tensors).pack(), n_threads=1)
 
 
 def story(rng: random.Random) -> str:
@@ -282,7 +282,7 @@ def test_library_head_logits_equal_training_logits(train_head, train, tmp_path, 
 
     train_head(*options)
     target, checkpoint = load_model(tmp_path / "target.bin"), load_checkpoint(tmp_path / "head")
-    weights = get_architecture(checkpoint.config).pack(checkpoint.config, checkpoint.tensors, None)
+    weights = get_architecture(checkpoint.config).plan_weights(checkpoint.config, checkpoint.tensors, None).pack()
     head = Head(checkpoint.config, weights, target, checkpoint.target_ids, n_threads=1, kv="f32")
     tokens = np.random.default_rng(4).integers(3, TINY_VOCAB, 12).tolist()
     ids, dim = checkpoint.target_ids, checkpoint.config.dim

@@ -136,9 +136,9 @@ def test_matmul_equals_bf16_bit_for_bit(slot_per_block: None, weight_format: Wei
 def test_model_logits_equal_bf16_bit_for_bit(slot_per_block: None, name: str) -> None:
     config = CONFIGS[name]
     tensors, tokens = half_tensors(config, "bf16"), random_tokens(config, 70)
-    weights = LLAMA.pack(config, tensors, PACKED_BF16)
+    weights = LLAMA.plan_weights(config, tensors, PACKED_BF16).pack()
     assert {matrix.weight_format for matrix in weights.matrices.values()} == {PACKED_BF16}
-    expected = run_in_blocks(Model(config, LLAMA.pack(config, tensors), 1), tokens, 1)
+    expected = run_in_blocks(Model(config, LLAMA.plan_weights(config, tensors).pack(), 1), tokens, 1)
     for n_threads in THREAD_COUNTS:
         model = Model(config, weights, n_threads)
         for chunk in (1, 2, 5, 8, 64):
@@ -150,7 +150,7 @@ def test_model_logits_equal_bf16_bit_for_bit(slot_per_block: None, name: str) ->
 
 def test_int8_conversion_equals_that_of_bf16(slot_per_block: None) -> None:
     tensors = half_tensors(CONFIG, "bf16")
-    plain, weights = LLAMA.pack(CONFIG, tensors), LLAMA.pack(CONFIG, tensors, PACKED_BF16)
+    plain, weights = LLAMA.plan_weights(CONFIG, tensors).pack(), LLAMA.plan_weights(CONFIG, tensors, PACKED_BF16).pack()
     for name, matrix in plain.convert(INT8).matrices.items():
         assert_same_bits(weights.convert(INT8).matrices[name].panels, matrix.panels)
 
@@ -161,7 +161,7 @@ def test_matrix_that_overflows_the_pool_stays_bf16_and_its_memory_is_reused(monk
     with pytest.raises(PackingOverflowError):
         pack_matrix([tensors["wo"][0]], PACKED_BF16)
     monkeypatch.setattr(bf16_12bit, "BLOCKS_PER_SLOT", 2)
-    plain, weights = LLAMA.pack(CONFIG, tensors), LLAMA.pack(CONFIG, tensors, PACKED_BF16)
+    plain, weights = LLAMA.plan_weights(CONFIG, tensors).pack(), LLAMA.plan_weights(CONFIG, tensors, PACKED_BF16).pack()
     formats = {name: matrix.weight_format for name, matrix in weights.matrices.items()}
     assert formats == dict.fromkeys(formats, PACKED_BF16) | {"0.wo": BF16, "1.wo": BF16}
     assert weights.format_names == "bf16 and bf16 in 12 bits"
@@ -169,7 +169,7 @@ def test_matrix_that_overflows_the_pool_stays_bf16_and_its_memory_is_reused(monk
     expected = run_in_blocks(Model(CONFIG, plain, 1), tokens, 8)
     assert_same_bits(run_in_blocks(Model(CONFIG, weights, 1), tokens, 8), expected)
     kept = list[tuple[Any, str]]()
-    LLAMA.pack(CONFIG, tensors, PACKED_BF16, keep=lambda *array: kept.append(array))
+    LLAMA.plan_weights(CONFIG, tensors, PACKED_BF16).pack(keep=lambda *array: kept.append(array))
     arranged = LLAMA.plan_weights(CONFIG, tensors, PACKED_BF16).arrange(
         [array.reshape(-1) for array, _ in kept], [name for _, name in kept]
     )

@@ -92,9 +92,9 @@ def test_model_logits_equal_those_of_widened_weights_bit_for_bit(name: str, form
     """Vary the batch and the number of threads; include norms and the embedding."""
     config = CONFIGS[name]
     tensors, tokens = half_tensors(config, format_name), random_tokens(config, 70)
-    packed = LLAMA.pack(config, tensors)
+    packed = LLAMA.plan_weights(config, tensors).pack()
     assert packed.format_names == format_name
-    expected = run_in_blocks(Model(config, LLAMA.pack(config, widen_tensors(tensors)), 1), tokens, 1)
+    expected = run_in_blocks(Model(config, LLAMA.plan_weights(config, widen_tensors(tensors)).pack(), 1), tokens, 1)
     for n_threads in THREAD_COUNTS:
         model = Model(config, packed, n_threads, kv="f32")
         for chunk in (1, 2, 3, 7, 8, 9, 16, 64):
@@ -105,10 +105,10 @@ def test_model_logits_equal_those_of_widened_weights_bit_for_bit(name: str, form
 def test_int8_and_fp32_copies_equal_those_of_widened_weights(format_name: str) -> None:
     for config in CONFIGS.values():
         tensors = half_tensors(config, format_name)
-        packed = LLAMA.pack(config, tensors)
+        packed = LLAMA.plan_weights(config, tensors).pack()
         for weight_format in (INT8, FP32):
-            expected = LLAMA.pack(config, widen_tensors(tensors), weight_format)
-            for copy in (LLAMA.pack(config, tensors, weight_format), packed.convert(weight_format)):
+            expected = LLAMA.plan_weights(config, widen_tensors(tensors), weight_format).pack()
+            for copy in (LLAMA.plan_weights(config, tensors, weight_format).pack(), packed.convert(weight_format)):
                 assert copy.format_names == weight_format.name
                 for name, matrix in expected.matrices.items():
                     assert_same_bits(copy.matrices[name].panels, matrix.panels)
@@ -122,17 +122,17 @@ def test_weights_keep_their_format_and_mixed_ones_become_fp32() -> None:
     config = CONFIGS["gqa"]
     tensors = half_tensors(config, "bf16")
     tensors["wk"] = random_tensors(config, 1)["wk"]
-    packed = LLAMA.pack(config, tensors)
+    packed = LLAMA.plan_weights(config, tensors).pack()
     assert packed.format_names == "bf16 and fp32"
     tokens = random_tokens(config, 20)
-    expected = Model(config, LLAMA.pack(config, widen_tensors(tensors)), 1, kv="f16")
+    expected = Model(config, LLAMA.plan_weights(config, widen_tensors(tensors)).pack(), 1, kv="f16")
     assert_same_bits(run_in_blocks(Model(config, packed, 1), tokens, 8), run_in_blocks(expected, tokens, 8))
 
 
 def test_matrix_with_a_wrong_shape_is_rejected() -> None:
     config = CONFIGS["gqa"]
     with pytest.raises(ValueError, match=r"w2 has the shape \(64, 171\); this config needs \(64, 172\)"):
-        LLAMA.pack(config, random_tensors(config, 0) | {"w2": np.zeros((2, 64, 171), np.uint16)})
+        LLAMA.plan_weights(config, random_tensors(config, 0) | {"w2": np.zeros((2, 64, 171), np.uint16)}).pack()
 
 
 @pytest.mark.parametrize(

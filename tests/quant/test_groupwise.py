@@ -254,7 +254,7 @@ def test_int4_row_may_end_inside_a_group():
 @pytest.mark.parametrize("name", CONFIGS)
 def test_int4_logits_match_its_floats_and_do_not_depend_on_the_batch(name):
     config = CONFIGS[name]
-    weights = LLAMA.pack(config, random_tensors(config, 0, 0.1), INT4)
+    weights = LLAMA.plan_weights(config, random_tensors(config, 0, 0.1), INT4).pack()
     tokens = random_tokens(config, 40)
     logits = run_in_blocks(Model(config, weights, 1), tokens, 1)
     floats = run_in_blocks(Model(config, weights.convert(FP32), 1), tokens, 8)

@@ -203,7 +203,7 @@ def test_version_2_model_matches_runq(tmp_path, config, group_size):
     """Compared with the numpy oracle: group sizes that are part of a word, odd or whole vectors, and groups that cross rows."""
     tensors = random_tensors(config, 0, 0.1)
     checkpoint = load_checkpoint(write_int8_checkpoint(tmp_path / "model.bin", config, tensors, group_size))
-    weights = LLAMA.pack(config, checkpoint.tensors)
+    weights = LLAMA.plan_weights(config, checkpoint.tensors).pack()
     tokens = random_tokens(config, 30)
     got = run_in_blocks(Model(config, weights, kv="f32"), tokens, 7)
     expected = reference.forward(config, quantized_tensors(config, tensors, group_size), tokens)
@@ -287,8 +287,8 @@ def test_tiny_weights_keep_their_sign_or_become_zero():
 def test_int8_conversion_equals_quantizing_at_load():
     for config in CONFIGS.values():
         tensors = random_tensors(config, 0)
-        loaded = LLAMA.pack(config, tensors, INT8)
-        fp32 = LLAMA.pack(config, tensors)
+        loaded = LLAMA.plan_weights(config, tensors, INT8).pack()
+        fp32 = LLAMA.plan_weights(config, tensors).pack()
         converted = fp32.convert(INT8)
         for name, matrix in converted.matrices.items():
             np.testing.assert_array_equal(matrix.panels.view(np.uint8), loaded.matrices[name].panels.view(np.uint8))
@@ -299,7 +299,7 @@ def test_int8_conversion_equals_quantizing_at_load():
 def test_converting_an_int8_model_again_changes_nothing():
     """The largest weight of a group is 127 scales, so the same codes result, with nearly the same scales."""
     config = CONFIGS["gqa"]
-    once = LLAMA.pack(config, random_tensors(config, 0), INT8)
+    once = LLAMA.plan_weights(config, random_tensors(config, 0), INT8).pack()
     twice = once.convert(INT8)
     for name, matrix in once.matrices.items():
         np.testing.assert_allclose(matrix[:], twice.matrices[name][:], rtol=3e-7)
@@ -310,7 +310,7 @@ def test_int8_model_takes_at_most_a_quarter_more_than_its_file():
     for shape in MODEL_SHAPES.values():
         config = replace(ModelConfig(*shape), n_layers=1, vocab_size=4000)
         tensors = {name: np.zeros(shape, np.float32) for name, shape in LLAMA.shapes(config).items()}
-        weights = LLAMA.pack(config, tensors, INT8)
+        weights = LLAMA.plan_weights(config, tensors, INT8).pack()
         n = sum(tensor.size for tensor in tensors.values())
         file_bytes = n + 4 * n // 64  # version 2 at its default group size
         assert weights.n_bytes <= 1.25 * file_bytes

@@ -114,7 +114,7 @@ def test_missing_threads_are_not_waited_for(name: str, monkeypatch: pytest.Monke
     """Only one of three threads runs, or one after another: TBB may run tasks in this way, and limits may leave fewer threads."""
     tokens = load_expected(name).tokens
     checkpoint = load_checkpoint(FIXTURES / name)
-    weights = get_architecture(checkpoint.config).pack(checkpoint.config, checkpoint.tensors)
+    weights = get_architecture(checkpoint.config).plan_weights(checkpoint.config, checkpoint.tensors).pack()
     alone = Model(checkpoint.config, weights, n_threads=1).new_cache()
     fake_three_threads(monkeypatch)
     cache = Model(checkpoint.config, weights, n_threads=3).new_cache()
@@ -131,7 +131,9 @@ def test_missing_threads_are_not_waited_for(name: str, monkeypatch: pytest.Monke
 def test_phases_do_not_depend_on_which_thread_ran_earlier_ones(name: str, int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread runs each phase, which may not have run before."""
     tokens, checkpoint = load_expected(name).tokens, load_checkpoint(FIXTURES / name)
-    weights = get_architecture(checkpoint.config).pack(checkpoint.config, checkpoint.tensors, INT8 if int8 else None)
+    weights = (
+        get_architecture(checkpoint.config).plan_weights(checkpoint.config, checkpoint.tensors, INT8 if int8 else None).pack()
+    )
     fake_three_threads(monkeypatch)
     alone, cache = (Model(checkpoint.config, weights, n_threads).new_cache() for n_threads in (1, 3))
     logits = [alone.forward(tokens[:n], 1).copy() for n in (1, 30, 37, 60)]

@@ -45,9 +45,9 @@ def compare_batch(name, weight_format, draft, rng, tokenizer, n):
     is_bf16 = any(
         dtype == "BF16" for dtype, _ in read_folder_tensors(FIXTURES / name).values()
     )  # 12-bit weights need bf16 tensors
-    weights = architecture.pack(
+    weights = architecture.plan_weights(
         config, checkpoint.tensors, WEIGHT_FORMATS[weight_format] if is_bf16 or weight_format == "int8" else None
-    )
+    ).pack()
     kv = str(rng.choice(["f32", "f16"]))
     plain = SpeculativeDecoder(Model(config, weights, 1, kv=kv), None, tokenizer)
     gamma = [3, "auto"][rng.integers(2)]

@@ -200,7 +200,7 @@ def test_an_error_fails_only_its_sequence(pair, make_engine):
     tensors = {name: np.array(tensor[:]) for name, tensor in tensors.items()}
     config, poison = load_checkpoint(pair.endless).config, 0  # a token that no output contains
     tensors["tok_emb"][poison] = 1e30
-    decoder = SpeculativeDecoder(Model(config, LLAMA.pack(config, tensors), 1), None, pair.tokenizer)
+    decoder = SpeculativeDecoder(Model(config, LLAMA.plan_weights(config, tensors).pack(), 1), None, pair.tokenizer)
     engine = make_engine(decoder)
     requests = [make_request(decoder, 60, prompt) for prompt in ("abc", "The ", "aab", "ba ")]
     requests[1] = replace(requests[1], prompt=[*requests[1].prompt, poison])
@@ -409,7 +409,7 @@ def test_sequences_beyond_the_longrope_threshold_are_recomputed_in_a_batch(draft
     """A LongRoPE model uses other factors for long sequences: long prompts, and sequences that become long."""
     checkpoint = load_checkpoint(pair.target)
     config = replace_config(checkpoint.config, longrope_threshold=30, long_freq_factors=(3.0,) * 8)
-    weights = LLAMA.pack(config, {name: np.array(tensor[:]) for name, tensor in checkpoint.tensors.items()})
+    weights = LLAMA.plan_weights(config, {name: np.array(tensor[:]) for name, tensor in checkpoint.tensors.items()}).pack()
     target = Model(config, weights, 1)
     decoder = SpeculativeDecoder(target, pair.draft if draft == "draft" else draft, pair.tokenizer, n_threads=1)
     engine, rng = make_engine(decoder, 4), np.random.default_rng(3)

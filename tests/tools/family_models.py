@@ -185,7 +185,7 @@ def random_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
 
 
 def make_model(config: ModelConfig, n_threads: int = 1, weight_format=FP32, n_positions: int | None = None) -> Model:
-    weights = get_architecture(config).pack(config, random_tensors(config), weight_format)
+    weights = get_architecture(config).plan_weights(config, random_tensors(config), weight_format).pack()
     return Model(config, weights, n_threads, n_positions)
 
 
@@ -196,7 +196,9 @@ def make_cache(config: ModelConfig, n_threads: int = 1, weight_format=FP32) -> K
 @functools.cache
 def load_fixture_weights(name, weight_format=None):
     checkpoint = load_checkpoint(FIXTURES / name)
-    return checkpoint.config, get_architecture(checkpoint.config).pack(checkpoint.config, checkpoint.tensors, weight_format)
+    return checkpoint.config, get_architecture(checkpoint.config).plan_weights(
+        checkpoint.config, checkpoint.tensors, weight_format
+    ).pack()
 
 
 def load_fixture_model(name, n_threads=1, weight_format=None, kv="auto") -> Model:

@@ -234,7 +234,7 @@ def fuzz_weight_formats(rng):
     path.write_bytes(made_gguf.gguf_bytes(keys, stored))
     checkpoint = load_checkpoint(path)
     kind = rng.choice([None, INT8, INT4])
-    weights = LLAMA.pack(checkpoint.config, checkpoint.tensors, kind)
+    weights = LLAMA.plan_weights(checkpoint.config, checkpoint.tensors, kind).pack()
     model = Model(checkpoint.config, weights, 1, kv="f32")  # half precision would hide errors of products
     tokens, cache = [rng.randrange(vocab) for _ in range(rng.randint(1, 40))], model.new_cache()
     expected = np.concatenate([cache.forward(tokens[: i + 1]).copy() for i in range(len(tokens))])
@@ -346,7 +346,7 @@ def random_model(rng, config, int8=None, loud=False, n_positions=None):
                 part[:] = np.clip(part * np.float32(10 ** rng.uniform(-44, 38)), -3e38, 3e38)
     int8 = rng.random() < 0.5 if int8 is None else int8
     kv = rng.choice(get_args(KVFormatName))
-    return Model(config, LLAMA.pack(config, tensors, INT8 if int8 else FP32), 1, n_positions, kv)
+    return Model(config, LLAMA.plan_weights(config, tensors, INT8 if int8 else FP32).pack(), 1, n_positions, kv)
 
 
 def clone_model(rng, model, n_positions=None):

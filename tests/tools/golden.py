@@ -145,7 +145,7 @@ def load_tensors(model: str) -> tuple[Any, dict[str, Any]]:
 def pack_weights(model: str, weight_format: str) -> tuple[Any, Weights]:
     config, tensors = load_tensors(model)
     numbers = {name: to_half(tensor, weight_format) for name, tensor in tensors.items()}
-    return config, get_architecture(config).pack(config, numbers, WEIGHT_FORMATS[weight_format])
+    return config, get_architecture(config).plan_weights(config, numbers, WEIGHT_FORMATS[weight_format]).pack()
 
 
 def generate_tokens(case: Case, target: Model, draft: Model | None) -> tuple[list[int], list[int]]:

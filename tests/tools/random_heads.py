@@ -52,7 +52,7 @@ def random_head(
 def make_head(target: Model, weight_format: WeightFormat = FP32, n_threads: int = 1, **fields: Any) -> Head:
     """Return a random head for a target."""
     config, tensors, ids = random_head(target.config, **fields)
-    return Head(config, EAGLE3.pack(config, tensors, weight_format), target, ids, n_threads, target.n_positions)
+    return Head(config, EAGLE3.plan_weights(config, tensors, weight_format).pack(), target, ids, n_threads, target.n_positions)
 
 
 def new_head_cache(head: Head, target_cache: KVCache | None = None) -> HeadCache:

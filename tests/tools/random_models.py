@@ -43,7 +43,9 @@ def random_model(
     scale: float = 0.3,
     n_positions: int | None = None,
 ) -> Model:
-    return Model(config, LLAMA.pack(config, random_tensors(config, seed, scale), weight_format), n_threads, n_positions)
+    return Model(
+        config, LLAMA.plan_weights(config, random_tensors(config, seed, scale), weight_format).pack(), n_threads, n_positions
+    )
 
 
 def random_cache(config: ModelConfig, weight_format: WeightFormat = FP32, n_threads: int = 1) -> KVCache:
@@ -93,7 +95,7 @@ def make_started_policy(n: int) -> FixedLength:
 def tiny_model(seed, vocab=105, seq_len=128, n_positions=None, layers=2, scale=None):
     config = ModelConfig(40, 50, layers, 5, 1, vocab, seq_len)
     tensors = random_tensors(config, seed) if scale is None else random_tensors(config, seed, scale)
-    return Model(config, LLAMA.pack(config, tensors), 1, n_positions)
+    return Model(config, LLAMA.plan_weights(config, tensors).pack(), 1, n_positions)
 
 
 @contextmanager
