@@ -20,7 +20,7 @@ from specdec.sampling import Sampling
 from specdec.verification import VERIFIERS
 from tests.tools.checkpoint_files import write_tokenizer
 from tests.tools.decode import collect, decode, get_tokens, make_model_drafter
-from tests.tools.gguf_files import gguf_bytes, make_model_with_head, read_converted
+from tests.tools.gguf_files import gguf_bytes, make_model_with_head, random_blocks, read_converted
 from tests.tools.hf_folders import FIXTURES, copy_fixture, edit_tensors, read_all_tensors
 from tests.tools.random_heads import new_head_cache
 from tests.tools.random_models import THREAD_COUNTS, fake_three_threads, interrupt_after, random_tokens, scatter_phases
@@ -112,6 +112,22 @@ def test_a_gguf_file_has_the_same_head_as_the_folder(tmp_path):
     path.write_bytes(gguf_bytes(keys, tensors | {"blk.2.nextn.embed_tokens.weight": tensors["token_embd.weight"]}))
     with pytest.raises(CheckpointError, match="embed_tokens"):
         load_mtp_head(load_checkpoint(path))
+
+
+def test_a_heads_queries_keys_and_values_may_have_several_formats(tmp_path):
+    """As llama.cpp quantizes most files; other values give other logits, so they are multiplied, too."""
+    path, (keys, tensors), rows = tmp_path / "model.gguf", make_model_with_head("qwen35_images"), []
+    for seed in range(2):
+        values = random_blocks(np.random.default_rng(seed), "Q8_0", 64, 64)
+        path.write_bytes(gguf_bytes(keys, tensors | {"blk.2.attn_v.weight": values}))
+        target, head = sources = load_checkpoint(path), load_mtp_head(load_checkpoint(path))
+        plans = (get_architecture(each.config).plan_weights(each.config, each.tensors) for each in sources)
+        weights, head_weights = (plan.pack() for plan in plans)
+        assert [shard.weight_format.name for shard in head_weights.shards["0.qkv"]] == ["bf16", "Q8_0", "bf16"]
+        cache = new_head_cache(Head(head.config, head_weights, Model(target.config, weights, 1, N_POSITIONS)))
+        cache.target_cache.forward(PROMPT)
+        rows.append(cache.forward(PROMPT)[0].copy())
+    assert np.isfinite(rows).all() and (rows[0] != rows[1]).any()
 
 
 @pytest.mark.parametrize("with_copies", [True, False])
