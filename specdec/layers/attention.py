@@ -17,7 +17,7 @@ from specdec.layers.activations import gate_heads, gate_heads_by_softplus
 from specdec.layers.block import Block, get_panels_per_unit, make_scale_ops, norm_shapes
 from specdec.layers.buffers import Allocator, BufferSizes, KVState, LayerBuffers, RopeTables, pad
 from specdec.layers.weights import FusedNames, FusedTensors, Shapes
-from specdec.model_config import ModelConfig
+from specdec.model_config import ModelConfig, require_type
 from specdec.runtime.op_program import Kernel, Op, Program
 from specdec.runtime.simd import MAX_TILE_TOKENS, PANEL_ROWS, Float32, ceil_div
 
@@ -83,19 +83,16 @@ class Attention(Block):
         # No thread has all heads of a token, so a norm of all heads needs a phase of its own.
         head_ops = self._make_head_ops(qkv, sum(rows) // PANEL_ROWS if is_whole_norm else unit)
         phases = [matmul, head_ops] if is_whole_norm else [[*matmul, *head_ops]]
-        gate_row, gate_ops = pad(config.q_dim) + len(_get_kv_tensors(config)) * pad(config.kv_dim), list[Op]()
+        width, gate_row = self.kv.values.shape[1] * PANEL_ROWS, sum(rows[:-1])
+        phases.append([make_attention_op(self, self.b.sizes.kv.attention, heads, qkv, width)])
         if config.attention.gate == "head_softplus":
-            gates = self.make_rows("head_gates")
-            scratch = self.make_scratch("head_gates")
+            gates, scratch = self.make_rows("head_gates"), self.make_scratch("head_gates")
             phases[0].append(self.matrix("head_gates").matmul(gates, source, scratch))
-            gate_ops.append(gate_heads_by_softplus(heads, gates, 0, config.n_heads, config.head_dim))
+            phases.append([gate_heads_by_softplus(heads, gates, 0, config.n_heads, config.head_dim)])
         elif config.attention.gate == "softplus":
-            gate_ops.append(gate_heads_by_softplus(heads, qkv, gate_row, config.q_dim, 1))
+            phases.append([gate_heads_by_softplus(heads, qkv, gate_row, config.q_dim, 1)])
         elif config.attention.gate:
-            gate_ops.append(gate_heads(heads, qkv, gate_row, config.q_dim))
-        gate_phases = [gate_ops] if gate_ops else []
-        attention = make_attention_op(self, self.b.sizes.kv.attention, heads, qkv, self.kv.values.shape[1] * PANEL_ROWS)
-        phases = [*phases, [attention], *gate_phases]
+            phases.append([gate_heads(heads, qkv, gate_row, config.q_dim)])
         if config.sub_norms:
             return [*phases, *self.add_normed_residual("wo", heads, SUB_NORM, config.q_dim)]
         return [*phases, *self.add_residual("wo", heads, "bo")]
@@ -109,9 +106,10 @@ class Attention(Block):
         for name, (n_rows, base, n) in _find_head_norms(config).items():
             norm_ops.append(head_norm(qkv, unit, base, n, n_rows, self._get_head_weight(name), config.norm_eps))
         if config.attention.has_rope:
-            rope_ops.append(self._make_rope_op(qkv, unit, 0, k_row, self.layer.query_rope or self.layer.rope))
+            tables = require_type(self.layer.rope, RopeTables)
+            rope_ops.append(rope(qkv, unit, 0, k_row, *(self.layer.query_rope or tables), self.b.depths, config.head_dim))
             if has_kv:
-                rope_ops.append(self._make_rope_op(qkv, unit, k_row, v_row, self.layer.rope))
+                rope_ops.append(rope(qkv, unit, k_row, v_row - k_row, *tables, self.b.depths, config.head_dim))
         ops = rope_ops + norm_ops if config.attention.qk_norm == "rotated" else norm_ops + rope_ops
         if not has_kv:
             return ops
@@ -128,10 +126,6 @@ class Attention(Block):
         if attention.qk_norm != "plain":
             return self.vector(name)
         return np.full(pad(self.config.head_dim), attention.plain_query_scale if name == "q_norm" else 1, np.float32)
-
-    def _make_rope_op(self, qkv: Float32, unit: int, first: int, end: int, tables: RopeTables | None) -> Op:
-        assert tables
-        return rope(qkv, unit, first, end - first, *tables, self.b.depths, self.config.head_dim)
 
 
 def make_attention_op(block: Block, kernel: Kernel, out: Float32, queries: Float32, width: int) -> Op:
