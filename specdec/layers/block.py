@@ -87,7 +87,8 @@ class Block(ABC):
 
     def matmul(self, name: str, out: Float32, x: Float32, unit: int = 1) -> list[Op]:
         """Return the ops of out = W x for a matrix that may have several shards."""
-        return self.w.matmul(f"{self.i}.{name}", out, x, self.b.scratches, unit=unit)
+        shards = zip(self.w.shards[f"{self.i}.{name}"], self.b.scratches, strict=False)
+        return [shard.matmul(out, x, scratch, unit=unit) for shard, scratch in shards]
 
     def make_rows(self, matrix: str) -> Float32:
         """Return an array (T, rows) of passes for the output of the layer's matrix of this name."""

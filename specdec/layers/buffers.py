@@ -153,6 +153,7 @@ class Allocator:
     Attributes:
         shared: The shared arrays.
         own: The arrays of the sequence so far.
+        token_arrays: The arrays that `rows` returned, by their `id`, each with the bytes from one row to the next.
         is_plan: Whether the arrays have no memory.
     """
 
@@ -163,7 +164,7 @@ class Allocator:
         self.is_plan = is_plan
         self._old = deque(old)  # dropped as they are replaced
         self._lazy = LazyMemory()
-        self._token_bytes = dict[int, tuple[Array, int]]()
+        self.token_arrays = dict[int, tuple[Array, int]]()
         self._user: object = None
         self._n_taken = 0  # arrays of passes
 
@@ -179,16 +180,11 @@ class Allocator:
         other._user, other._n_taken = user, 0
         return other
 
-    @property
-    def token_arrays(self) -> list[tuple[Array, int]]:
-        """The arrays with a row for each token of a pass, each with the bytes from one row to the next."""
-        return [*self._token_bytes.values()]
-
     def rows(self, width: int, copies: int = 0) -> Array:
         """Return an array (T, width), or (copies, T, width), of passes: any pass may overwrite it."""
         shape = (copies, MAX_BATCH_TOKENS, width) if copies else (MAX_BATCH_TOKENS, width)
         array = self.scratch(*shape)
-        self._token_bytes[id(array)] = array, array.shape[-1] * array.itemsize
+        self.token_arrays[id(array)] = array, array.shape[-1] * array.itemsize
         return array
 
     def scratch(self, *shape: int, dtype: type = np.float32) -> Array:

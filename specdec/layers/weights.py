@@ -15,7 +15,6 @@ import numpy as np
 from specdec.quant import WeightFormat, choose_weight_format
 from specdec.quant.packed_matrix import LazyTable, Matrix, PackingOverflowError, convert, count_panels, pack_matrix, to_float32
 from specdec.runtime.memory import Arena, align_to_cache_line, get_physical_memory_bytes, zeros
-from specdec.runtime.op_program import Op
 from specdec.runtime.simd import LINE_WORDS, PANEL_ROWS, Float32, round_up
 
 Shapes = dict[str, tuple[int, ...]]  # of tensors, by name
@@ -161,20 +160,10 @@ class Weights:
         """Iterate over the names and shards of all matrices."""
         return ((name, shard) for name, shards in self.shards.items() for shard in shards)
 
-    def matmul(self, name: str, out: Float32, x: Float32, scratches: Sequence[Float32], *, unit: int = 1) -> list[Op]:
-        """Return ops that compute out = W x for the matrix of this name, one per shard; scratches has an array for each shard."""
-        shards = zip(self.shards[name], scratches, strict=False)
-        return [shard.matmul(out, x, scratch, unit=unit) for shard, scratch in shards]
-
     @functools.cached_property
     def scratch_words(self) -> int:
         """Words of scratch per token that any matmul needs."""
         return max(matrix.scratch_words for _, matrix in self.iter_matrices())
-
-    @property
-    def max_shards(self) -> int:
-        """Largest number of shards of a matrix."""
-        return max(map(len, self.shards.values()))
 
     @property
     def format_names(self) -> str:

@@ -242,7 +242,7 @@ class Llama:
         Raises:
             MemoryError: If there is not enough memory.
         """
-        n_hidden = sizes.n_hidden_layers * config.dim
+        n_hidden, n_scratches = sizes.n_hidden_layers * config.dim, max(map(len, weights.shards.values()))
         b = Buffers(
             sizes,
             new,
@@ -250,7 +250,7 @@ class Llama:
             logits=new.rows(weights.matrices["classifier"].n_rows),
             x=new.rows(pad(config.dim), 1),
             normed=new.rows(pad(config.dim), sizes.n_threads),
-            scratches=[new.rows(weights.scratch_words, sizes.n_threads) for _ in range(weights.max_shards)],
+            scratches=[new.rows(weights.scratch_words, sizes.n_threads) for _ in range(n_scratches)],
             scores=new.scores(sizes.n_threads, MAX_TILE_TOKENS, sizes.n_positions),
             experts_read=new.scratch(config.n_layers, dtype=np.int64),
             depths=new.sequence(MAX_BATCH_TOKENS, dtype=np.int64),
@@ -280,7 +280,7 @@ class Llama:
         executors = []
         for rope in ropes:
             own = replace(b, layers=[replace(layer, rope=rope or layer.rope) for layer in b.layers])
-            executors.append(Executor(self.program(config, weights, own, copies), own_arrays, b.new.token_arrays))
+            executors.append(Executor(self.program(config, weights, own, copies), own_arrays, [*b.new.token_arrays.values()]))
         known[key] = [executor.without_sequence_arrays() for executor in executors]
         return executors
 

@@ -52,7 +52,8 @@ def test_each_shard_computes_its_own_rows(tmp_path: Path, monkeypatch: pytest.Mo
     scratches = [zeros(3, 64, max(shard.scratch_words, 1)) for shard in shards]
     for n_tokens, n_threads, unit in ((1, 1, 1), (1, 3, 2), (64, 3, 1), (7, 3, 4), (5, 3, 16)):
         out = zeros(64, shards[0].n_total_rows)
-        Executor([weights.matmul("0.qkv", out, x, scratches, unit=unit)])(n_tokens, 0, 0, n_threads)
+        ops = [shard.matmul(out, x, scratch, unit=unit) for shard, scratch in zip(shards, scratches, strict=True)]
+        Executor([ops])(n_tokens, 0, 0, n_threads)
         for shard in shards:
             alone = zeros(64, shard.n_rows)
             whole, scratch = replace(shard, first_panel=0, n_total_panels=0), zeros(1, 64, shard.scratch_words)
