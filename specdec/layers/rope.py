@@ -131,6 +131,5 @@ def compute_depths(parents: Sequence[int]) -> list[int]:
 
 def compute_lengths(tokens: list[int], nodes: list[TreeNode], n_logits: int) -> list[int]:
     """Return the sequence length at each of the last n_logits of tokens and tree nodes, counting the token or node itself."""
-    n, n_node_logits = len(tokens), min(n_logits, len(nodes))
-    node_depths = compute_depths([parent for _, parent in nodes])[len(nodes) - n_node_logits :]
-    return [*range(n - n_logits + n_node_logits + 1, n + 1), *(n + depth for depth in node_depths)]
+    n, depths = len(tokens), compute_depths([parent for _, parent in nodes])
+    return [*range(n - n_logits + 1, n + 1), *(n + depth for depth in depths)][-n_logits:]

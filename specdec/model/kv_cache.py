@@ -337,10 +337,8 @@ class KVCache:
         """
         are_long = self._find_long_rope_rows(tokens, [], n_logits, n_total)
         if are_long.any() and not are_long.all():
-            threshold = self.model.longrope_threshold
-            raise ValueError(
-                f"a sequence of a batch gets longer than {threshold} tokens, where its RoPE factors change; run it alone"
-            )
+            limit = f"{self.model.longrope_threshold} tokens, where its RoPE factors change"
+            raise ValueError(f"a sequence of a batch gets longer than {limit}; run it alone")
         self.switch_rope(bool(are_long[0]))
         return self._check_tokens("tokens", tokens[self.count_reusable_tokens(tokens, len(tokens) - n_logits) :])
 
@@ -394,12 +392,9 @@ class KVCache:
                 start = self._commit_path(self._find_tree_path(tokens[start:limit]))
             elif start == len(tokens):
                 n_nodes = count_common_prefix(self._tree_nodes, nodes, len(nodes) - n_logits)
-        new = self._check_tokens("tokens", tokens[start:])
-        if nodes:
-            new += self._check_tokens("nodes", [token for token, _ in nodes[n_nodes:]])
+        new = self._check_tokens("tokens", tokens[start:]) + self._check_tokens("nodes", [token for token, _ in nodes[n_nodes:]])
         self.reserve(len(tokens) + len(nodes))
-        if self._tree_nodes:
-            del self._tree_nodes[n_nodes:]
+        del self._tree_nodes[n_nodes:]
         self._truncate(start)
         if nodes:
             build_tree_paths(self._buffers.depths, self._buffers.paths, np.array([parent for _, parent in nodes]), len(nodes))
@@ -411,10 +406,9 @@ class KVCache:
             self._buffers.load_tokens(batch, self.model.weights.table, 0)
             self._advance(len(batch))
             self.executor(len(batch), len(self._tokens) + n_nodes, 0 if new or trimmed else n_logits, n_threads, len(tokens))
-            self._tokens += batch[: len(tokens) - len(self._tokens)] if nodes else batch
-        if nodes:
-            self._tree_nodes += nodes[n_nodes:]
-        elif not n_logits:
+            self._tokens += batch[: len(tokens) - len(self._tokens)]
+        self._tree_nodes += nodes[n_nodes:]
+        if not n_logits:
             self._snapshots.maybe_take(self._buffers, len(self._tokens), n_total)
         logits = trimmed.compute_logits(len(batch), n_logits) if trimmed and n_logits else self._buffers.logits[:n_logits]
         return logits[:, : self.model.config.vocab_size]

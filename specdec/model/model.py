@@ -210,18 +210,15 @@ class Model:
             RuntimeError: In a signal handler that interrupts a pass.
         """
         jobs = [(each[0], *each[0].check_input(each[1], each[2]), each[3] if len(each) > 3 else 0) for each in batch]
-        if len(jobs) == 1 and jobs[0][0].model is self:
-            cache, tokens, n_logits, n_total = jobs[0]
-            with self.exclusive():
-                return [cache.run(tokens, n_logits, n_total)]
         caches = [cache for cache, *_ in jobs]
         if any(cache.model is not self or cache.hidden_layers != caches[0].hidden_layers for cache in caches):
             raise ValueError("the caches of a batch must belong to this model and have the same hidden_layers")
         if len({*map(id, caches)}) < len(caches):
             raise ValueError("the caches of a batch must be different ones")
-        if not jobs:
-            return []
         with self.exclusive():
+            if len(jobs) == 1:
+                cache, tokens, n_logits, n_total = jobs[0]
+                return [cache.run(tokens, n_logits, n_total)]
             logits = self._run_batch(sorted(jobs, key=lambda job: job[2] > 0))
         return [logits[id(cache)] for cache in caches]
 
