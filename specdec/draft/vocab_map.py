@@ -39,6 +39,7 @@ class VocabMappedModel(Model):
         self._draft_ids = dict.fromkeys(range(n_ids), UNKNOWN_TOKEN_ROW)
         self._draft_ids |= {token: row for row, token in enumerate(target_ids) if token >= 0}
         self.vocab_mapper = VocabMapper(target_ids, n_ids)
+        self.n_shared_tokens = self.vocab_mapper.n_shared
 
     def _get_parts(self) -> tuple[Any, ...]:
         """Return the arguments of the constructor other than options."""
@@ -48,11 +49,6 @@ class VocabMappedModel(Model):
     def vocab_size(self) -> int:
         """Number of token ids of the target."""
         return len(self._draft_ids)
-
-    @property
-    def n_shared_tokens(self) -> int:
-        """Number of the target's tokens that the draft has."""
-        return self.vocab_mapper.n_shared
 
     def new_cache(self, hidden_layers: Sequence[int] = ()) -> KVCache:
         """Return an empty KV cache for a new sequence; see `Model.new_cache`."""

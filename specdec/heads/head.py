@@ -73,6 +73,7 @@ class Head(Model):
             raise ValueError(f"target_ids must be {head.draft_vocab_size} different ids from 0 to {config.vocab_size - 1}")
         self.target_layers = head.get_target_layers(target.config.n_layers)
         self.vocab_mapper = VocabMapper(np.arange(head.draft_vocab_size) if target_ids is None else target_ids, config.vocab_size)
+        self.n_shared_tokens = self.vocab_mapper.n_shared
         parts = (("embedding", head.own_embedding), ("classifier", head.own_classifier))
         borrowed = {name: target.weights.shards[name] for name, is_own in parts if not is_own}
         vectors = dict(self._own_config_and_weights[1].vectors)
@@ -85,11 +86,6 @@ class Head(Model):
     def _get_parts(self) -> tuple[Any, ...]:
         """Return the arguments of the constructor other than options."""
         return *self._own_config_and_weights, self.target, self.target_ids
-
-    @property
-    def n_shared_tokens(self) -> int:
-        """Number of the target's tokens that the head can propose."""
-        return self.vocab_mapper.n_shared
 
     def can_draft_for(self, target: Model) -> bool:
         """Return whether the model is the head's own target."""

@@ -4,7 +4,7 @@ Shapes: S cached positions, K head dim.
 """
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from decimal import Context, Decimal, localcontext
 
 import numpy as np
@@ -77,37 +77,23 @@ def get_longrope_attention_factor(factor: float, original: int) -> float:
         return float((1 + Decimal(factor).ln() / Decimal(original).ln()).sqrt()) if factor > 1 else 1.0
 
 
-def make_rope_tables(config: ModelConfig, n_positions: int, new: Allocator) -> RopeTables:
-    """Return RoPE tables of at least n_positions positions, which all sequences share."""
-    key = config.rope, config.head_dim, config.rope_table_dim
-    return _share_tables(key, n_positions, config, new, lambda tables: fill_cos_sin(config, *tables))
+def make_rope_tables(config: ModelConfig, n_positions: int, new: Allocator, are_scaled: bool = False) -> RopeTables:
+    """Return RoPE tables of at least n_positions positions, which all sequences share.
 
-
-def make_query_rope_tables(config: ModelConfig, keys: RopeTables, new: Allocator) -> RopeTables:
-    """Return RoPE tables of queries for the positions of those of keys: times 1 + a log(1 + position // span).
-
-    a and span are the query_scale and query_span of the config.
+    are_scaled: Multiply the rows by 1 + query_scale log(1 + position // query_span) of the config, for queries.
     """
-
-    def fill(tables: RopeTables) -> None:
-        scales = [1 + config.rope.query_scale * log(1.0 + i // config.rope.query_span) for i in range(len(keys.cos))]
-        for table, key_table in zip(tables, keys, strict=True):
-            table[:] = key_table * np.array(scales, np.float32)[:, None]
-
-    return _share_tables(make_query_rope_tables, len(keys.cos), config, new, fill)
-
-
-def _share_tables(
-    key: Hashable, n_positions: int, config: ModelConfig, new: Allocator, fill: Callable[[RopeTables], None]
-) -> RopeTables:
-    """Return the shared tables of this key; if they are too short, replace them by longer ones, which `fill` fills."""
+    key = config.rope, config.head_dim, config.rope_table_dim, are_scaled
     old = new.shared.ropes.get(key)
     if old and len(old.cos) >= n_positions:
         return old
     shape = n_positions, config.rope_table_dim + LANES
     tables = RopeTables(new.make(shape), new.make(shape))
     if not new.is_plan:
-        fill(tables)
+        fill_cos_sin(config, *tables)
+        if are_scaled:
+            scales = [1 + config.rope.query_scale * log(1.0 + i // config.rope.query_span) for i in range(n_positions)]
+            for table in tables:
+                table *= np.array(scales, np.float32)[:, None]
     new.shared.executors.clear()  # they use the shorter tables
     new.shared.ropes[key] = tables
     return tables

@@ -342,23 +342,18 @@ class KVCache:
         self.switch_rope(bool(are_long[0]))
         return self._check_tokens("tokens", tokens[self.count_reusable_tokens(tokens, len(tokens) - n_logits) :])
 
-    def begin_batch(self, tokens: list[int], new: list[int], row: int) -> tuple[Executor, int]:
+    def begin_batch(self, tokens: list[int], new: list[int], row: int) -> None:
         """Grow and truncate the cache for a pass over several sequences, which runs the last tokens of this one.
 
         Args:
             tokens: All tokens of the sequence.
             new: Those that the pass runs.
             row: The row of the first of them in the pass.
-
-        Returns:
-            The cache's executor, and the slot of the first token.
         """
-        start = len(tokens) - len(new)
         self.reserve(len(tokens))
-        self._rewind(start)
+        self._rewind(len(tokens) - len(new))
         self._advance(len(new))
         self._buffers.load_tokens(new, self.model.weights.table, row)
-        return self.executor, start
 
     def end_batch(self, new: list[int], n_logits: int, n_total: int, end: int) -> Float32:
         """Add the tokens that a pass over several sequences has run for this one, and return its logits, those before row `end`.

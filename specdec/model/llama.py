@@ -18,7 +18,7 @@ from specdec.layers.attention import Attention
 from specdec.layers.block import Block, norm
 from specdec.layers.buffers import Allocator, Buffers, BufferSizes, LayerBuffers, RopeTables, pad
 from specdec.layers.mlp import MLP
-from specdec.layers.rope import make_query_rope_tables, make_rope_tables
+from specdec.layers.rope import make_rope_tables
 from specdec.layers.weights import TOKEN_TABLE, FusedTensors, Plans, Shapes, Tensors, WeightPlan, Weights, fuse_tensors
 from specdec.mixer_config import DeltaNetConfig, Mamba2Config, ShortConvConfig
 from specdec.model_config import TARGET_KV_LAYER, ModelConfig
@@ -163,7 +163,8 @@ class Llama:
                 if id(own) not in ropes:
                     ropes[id(own)] = make_rope_tables(own, b.sizes.n_positions, b.new)
                 layer.rope = ropes[id(own)]
-                layer.query_rope = make_query_rope_tables(own, layer.rope, b.new) if config.rope.query_scale else None
+                if config.rope.query_scale:
+                    layer.query_rope = make_rope_tables(own, b.sizes.n_positions, b.new, are_scaled=True)
         if config.rope.longrope_threshold:
             rope = replace(config.rope, freq_factors=config.rope.long_freq_factors)
             long_config = replace(config, attention=replace(config.attention, rope=rope))
@@ -273,12 +274,10 @@ class Llama:
         copies = dict[int, Program]()
         for i, layer in enumerate(hidden_layers):
             is_normed = layer > config.n_layers
-            assert b.hidden_states is not None
             copy = copy_rows(b.hidden_states, b.normed if is_normed else b.x, i * config.dim, 0, config.dim, True)
             copies[layer] = [[norm(config, weights, b, "rms_final"), copy] if is_normed else [copy]]
-        ropes: list[RopeTables | None] = [None] if b.long_rope is None else [None, b.long_rope]
         executors = []
-        for rope in ropes:
+        for rope in [None, b.long_rope] if b.long_rope else [None]:
             own = replace(b, layers=[replace(layer, rope=rope or layer.rope) for layer in b.layers])
             executors.append(Executor(self.program(config, weights, own, copies), own_arrays, [*b.new.token_arrays.values()]))
         known[key] = [executor.without_sequence_arrays() for executor in executors]

@@ -77,7 +77,10 @@ class Model:
     """
 
     lock: "threading._RLock"
-    target_layers: tuple[int, ...] = ()  # as a draft: layers before which it reads its target's hidden states (heads/head.py)
+    # As a draft: layers before which it reads its target's hidden states (heads/head.py), and the number of the target's tokens
+    # that it can propose, or None if it is the whole vocabulary
+    target_layers: tuple[int, ...] = ()
+    n_shared_tokens: int | None = None
 
     def __init__(
         self,
@@ -180,11 +183,6 @@ class Model:
         """Return whether the model can draft for any target with its vocabulary; a head can draft only for its own target."""
         return True
 
-    @property
-    def n_shared_tokens(self) -> int | None:
-        """Number of the target's tokens that a draft can propose; None if it is the whole vocabulary."""
-        return None
-
     def forward(self, batch: Sequence[BatchInput]) -> list[Float32]:
         """Run the tokens of several sequences that their caches do not hold, in one pass, and return the logits of each sequence.
 
@@ -239,9 +237,9 @@ class Model:
         entries, row = list[BatchEntry](), 0
         n_rows = sum(len(own) for own, (_, _, n_logits, _) in zip(new, jobs, strict=True) if n_logits)
         for (cache, tokens, n_logits, _), own in zip(jobs, new, strict=True):
-            executor, start = cache.begin_batch(tokens, own, row)
+            cache.begin_batch(tokens, own, row)
             if own:
-                entries.append(BatchEntry(executor, len(own), start, n_logits))
+                entries.append(BatchEntry(cache.executor, len(own), len(tokens) - len(own), n_logits))
             row += len(own)
         if entries:
             entries[0].executor.run_batch(entries, n_rows, self.n_threads)
