@@ -113,15 +113,15 @@ class Block(ABC):
         factor is ignored. No bias is added if there is none of the name `bias`.
         """
         b = self.b
-        if self.config.norm_placement == "before":
-            matmul = self.matrix(matrix).matmul(b.x[0], source, b.scratch, accumulate=True)
-            return [[matmul, *self.make_bias_ops(b.x[0], bias)]]
-        weight, branch = self.vector(f"{self.norm_name}_out"), self.new.rows(b.x.shape[2], 1)
-        eps = self.config.norm_eps if self.config.post_norm_eps is None else self.config.post_norm_eps
-        return [
-            [self.matrix(matrix).matmul(branch[0], source, b.scratch), *self.make_bias_ops(branch[0], bias)],
-            [add_norm(b.x[0], branch, weight, self.config.dim, eps, factor, True)],
-        ]
+        is_normed = self.config.norm_placement != "before"
+        out = self.new.rows(b.x.shape[2], 1) if is_normed else b.x
+        matmul = self.matrix(matrix).matmul(out[0], source, b.scratch, accumulate=not is_normed)
+        phases = [[matmul, *self.make_bias_ops(out[0], bias)]]
+        if is_normed:
+            weight = self.vector(f"{self.norm_name}_out")
+            eps = self.config.norm_eps if self.config.post_norm_eps is None else self.config.post_norm_eps
+            phases.append([add_norm(b.x[0], out, weight, self.config.dim, eps, factor, True)])
+        return phases
 
     def add_normed_residual(self, matrix: str, source: Float32, name: str, dim: int) -> Program:
         """Return the program of x += matrix rmsnorm(source), with the norm weights `name`; source (1, T, dim padded)."""

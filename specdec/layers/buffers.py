@@ -288,8 +288,7 @@ class Buffers:
         """Write the tokens of a pass, and their rows of the table that stays in its file, from row `at` on."""
         rows = slice(at, at + len(tokens))
         self.tokens[rows] = tokens
-        if table:
-            assert self.layer_inputs
+        if table and self.layer_inputs:
             self.layer_inputs.token_rows[rows] = table.read_rows(tokens)
 
     def copy_sequence(self, other: "Buffers", n: int) -> None:

@@ -407,15 +407,6 @@ class ExpertSumArgs(NamedTuple):
 
 
 @jitable
-def count_used_experts(starts):
-    """Return the number of experts that at least one token uses, given the first slot of each expert."""
-    n = 0
-    for expert in range(starts.size - 1):
-        n += starts[expert + 1] > starts[expert]
-    return n
-
-
-@jitable
 def assign_slots(p, thread, n):
     """Sort the first n choices of experts in slots[thread] by expert, and replace each by its slot, its place in this order.
 
@@ -445,7 +436,9 @@ def add_experts(run: ForwardContext, thread: int, p: ExpertSumArgs) -> None:
     """
     x, branch, slots, weights, n_experts_used = p.x, p.branch, p.slots, p.weights, p.n_experts_used
     if run.chunk == 0:
-        p.n_read[0] = count_used_experts(p.starts[thread])
+        p.n_read[0] = 0
+        for expert in range(p.starts.shape[1] - 1):
+            p.n_read[0] += p.starts[thread, expert + 1] > p.starts[thread, expert]
     first, last = get_chunk_range(branch.shape[1] // PANEL_ROWS, run.chunk, run.n_chunks)
     for t in range(run.n_tokens):
         for i in range(first * PANEL_ROWS, last * PANEL_ROWS, LANES):

@@ -291,11 +291,9 @@ class KVCache:
     def check_input(self, tokens: Sequence[int], n_logits: int) -> tuple[list[int], int]:
         """Return tokens as a list of ints, and n_logits; raise ValueError or TypeError if they do not fit `forward`."""
         tokens = tokens if isinstance(tokens, list) else check_ints("tokens", tokens)
-        n = len(tokens)
-        if type(n_logits) is not int or not 0 <= n_logits <= min(n, MAX_BATCH_TOKENS):
-            n_logits = check_int("n_logits", n_logits, 0, min(n, MAX_BATCH_TOKENS))
-        if n > self.model.n_positions:
-            raise ValueError(f"{n} tokens do not fit {self.model.n_positions} positions")
+        n_logits = check_int("n_logits", n_logits, 0, min(len(tokens), MAX_BATCH_TOKENS))
+        if len(tokens) > self.model.n_positions:
+            raise ValueError(f"{len(tokens)} tokens do not fit {self.model.n_positions} positions")
         return tokens, n_logits
 
     # Parts of a pass, which `Model` runs under its lock

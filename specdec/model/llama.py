@@ -7,7 +7,6 @@ name: "2.wq".
 
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -28,7 +27,6 @@ from specdec.runtime.simd import MAX_TILE_TOKENS, PANEL_ROWS, Float32
 if TYPE_CHECKING:
     from specdec.quant import WeightFormat
 
-NO_PROGRAMS: Mapping[int, Program] = MappingProxyType({})
 # Packed tensors that belong to no layer
 GLOBAL_TENSORS = ("tok_emb", "wcls", "wcls_bias", "pos_emb", "rms_final", "rms_final_bias", "inputs", "inputs_norm_in")
 FUSED_GLOBALS = {
@@ -214,7 +212,7 @@ class Llama:
         candidates = replace(weights, shards=weights.shards | {"classifier": (classifier,)})
         return Llama.classify(self, config, candidates, b)  # heads also keep their output in `classify`
 
-    def program(self, config: ModelConfig, weights: Weights, b: Buffers, before: Mapping[int, Program] = NO_PROGRAMS) -> Program:
+    def program(self, config: ModelConfig, weights: Weights, b: Buffers, before: Mapping[int, Program] | None = None) -> Program:
         """Return the forward pass over weights and buffers: embed, then each layer, then classify.
 
         Args:
@@ -226,7 +224,7 @@ class Llama:
         """
         program = [*self.embed(config, weights, b)]
         for i, layer in enumerate([*self.layers(config, weights, b), [], []]):
-            program += [*before.get(i, []), *layer]
+            program += [*(before or {}).get(i, []), *layer]
         return [*program, *self.classify(config, weights, b)]
 
     # Weights

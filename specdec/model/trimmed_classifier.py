@@ -76,10 +76,8 @@ class TrimmedClassifier:
     def update(self, tokens: list[int]) -> None:
         """Make the tokens of the sequence candidates, those that have come since the last call."""
         for token in tokens[self._n_tokens :]:
-            is_frequent = token < N_FREQUENT_TOKENS
-            self._were_candidates.append(is_frequent or token // PANEL_ROWS in self._slots)
-            if not is_frequent:
-                self.add([token])
+            self._were_candidates.append(token < N_FREQUENT_TOKENS or token // PANEL_ROWS in self._slots)
+            self.add([token])
         self.add(self._eos_tokens)
         self._n_tokens = len(tokens)
 
