@@ -16,8 +16,6 @@ from typing import NamedTuple
 
 from specdec.runtime.parallel_region import get_available_threads
 
-SYSFS_SYSTEM_DIR, CGROUP_CPU_MAX_FILE = Path("/sys/devices/system"), Path("/sys/fs/cgroup/cpu.max")
-CGROUPS_OF_PROCESS_FILE, CGROUP_V1_CPU_DIR = Path("/proc/self/cgroup"), "cpu"  # the folder is next to the cpu.max file
 MAX_SLOW_CORE_RATIO = 0.7  # cores below this fraction of the fastest core's capacity are slow
 MACOS_CORES_SYSCTL = "hw.perflevel{}.physicalcpu"  # 0: the fast cores
 RELATION_PROCESSOR_CORE, RECORD_HEADER_BYTES, EFFICIENCY_OFFSET, MASK_OFFSET = 0, 8, 9, 32  # Windows records (winnt.h)
@@ -61,68 +59,58 @@ def parse_cpu_list(text: str) -> set[int]:
     return {i for span in spans for i in range(int(span[0]), int(span[-1]) + 1)}
 
 
-def read_linux_topology(
-    allowed: Collection[int],
-    system: Path = SYSFS_SYSTEM_DIR,
-    cgroup: Path = CGROUP_CPU_MAX_FILE,
-    own_cgroups: Path = CGROUPS_OF_PROCESS_FILE,
-) -> CpuTopology:
+def read_linux_topology(allowed: Collection[int], root: Path = Path("/")) -> CpuTopology:
     """Return the topology of the CPUs numbered in `allowed`, read from Linux's files.
 
     Args:
         allowed: Numbers of the CPUs that this process may use.
-        system: Folder with the cpu folder.
-        cgroup: The cpu.max file of the root cgroup.
-        own_cgroups: File that lists the cgroups of this process.
+        root: Folder with Linux's folders sys and proc.
 
     Raises:
         OSError: The system does not report the topology.
         ValueError: A file of the system is malformed.
     """
+    devices = root / "sys" / "devices"
     siblings, capacity = dict[int, frozenset[int]](), dict[int, int]()
     for cpu in allowed:
-        cpu_dir = system / "cpu" / f"cpu{cpu}"
+        cpu_dir = devices / "system" / "cpu" / f"cpu{cpu}"
         siblings[cpu] = frozenset(parse_cpu_list((cpu_dir / "topology" / "thread_siblings_list").read_text()) & {*allowed})
         with suppress(OSError, ValueError):
             capacity[cpu] = int((cpu_dir / "cpu_capacity").read_text())
     slow = {cpu for cpu, value in capacity.items() if value < MAX_SLOW_CORE_RATIO * max(capacity.values())}
     with suppress(OSError):
-        slow |= parse_cpu_list((system.parent / "cpu_atom" / "cpus").read_text())
+        slow |= parse_cpu_list((devices / "cpu_atom" / "cpus").read_text())
     cores = {*siblings.values()}
     n_slow = sum(bool(core & slow) for core in cores)
     n_slow = n_slow if n_slow < len(cores) else 0  # without fast cores none is slow
-    return CpuTopology(len(cores) - n_slow, n_slow, len(siblings), _find_quota(cgroup, own_cgroups))
+    return CpuTopology(len(cores) - n_slow, n_slow, len(siblings), _find_quota(root))
 
 
-def _find_quota(cgroup: Path, own_cgroups: Path) -> int:
+def _find_quota(root: Path) -> int:
     """Return the lowest CPU time limit of this process's cgroups and those above them, in whole cores; 0: no limit.
 
-    In a container, the root may be the container's own cgroup, and the listed cgroups may not exist.
-
-    Args:
-        cgroup: The cpu.max file of the root cgroup. Version 1 has a folder for the CPU next to it.
-        own_cgroups: File that lists the cgroups of this process.
+    In a container, the root cgroup may be the container's own, and the cgroups in /proc may not exist. Version 1 has a folder
+    for the CPU.
     """
-    root, v1_root = cgroup.parent, cgroup.parent / CGROUP_V1_CPU_DIR
-    paths = [(root, "/"), (v1_root, "/")]
+    v2_root = root / "sys" / "fs" / "cgroup"
+    v1_root = v2_root / "cpu"
+    folders = {v2_root, v1_root}
     with suppress(OSError, ValueError):
-        for line in own_cgroups.read_text().splitlines():
+        for line in (root / "proc" / "self" / "cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            if not controllers or CGROUP_V1_CPU_DIR in controllers.split(","):
-                paths.append((v1_root if controllers else root, path))
-    ancestors = {base.joinpath(*path.split("/")[: n + 1]) for base, path in paths for n in range(path.count("/") + 1)}
-    quotas = [quota for folder in ancestors if (quota := _read_cgroup_quota(folder / cgroup.name)) > 0]
+            if not controllers or "cpu" in controllers.split(","):
+                folder = (v1_root if controllers else v2_root) / path.lstrip("/")
+                folders |= {folder, *folder.parents}
+    quotas = [quota for folder in folders if (quota := _read_cgroup_quota(folder)) > 0]
     return max(int(min(quotas)), 1) if quotas else 0
 
 
-def _read_cgroup_quota(cgroup: Path) -> float:
-    """Return the CPU time limit of a cgroup with this cpu.max file, or files of version 1, in cores; 0 or less: no limit."""
-    with suppress(OSError, ValueError, ZeroDivisionError):
-        quota, period = cgroup.read_text().split()
-        return int(quota) / int(period)
-    with suppress(OSError, ValueError, ZeroDivisionError):
-        quota, period = ((cgroup.parent / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-        return int(quota) / int(period)
+def _read_cgroup_quota(folder: Path) -> float:
+    """Return the CPU time limit of the cgroup in a folder, of version 2 or 1, in cores; 0 or less: no limit."""
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        with suppress(OSError, ValueError, ZeroDivisionError):
+            quota, period = " ".join((folder / name).read_text() for name in names).split()
+            return int(quota) / int(period)
     return 0
 
 

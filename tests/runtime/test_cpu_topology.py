@@ -15,16 +15,20 @@ from specdec.runtime.cpu_topology import (
 
 
 def make_sysfs(folder: Path, siblings: list[str], **files: str) -> Path:
-    """Create a folder like /sys/devices/system: the CPUs that share a core with each CPU, and other files."""
-    root = folder / "devices" / "system"
+    """Create a folder like / with /sys/devices: the CPUs that share a core with each CPU, and other files."""
+    devices = folder / "sys" / "devices"
     for cpu, cpus in enumerate(siblings):
-        (root / "cpu" / f"cpu{cpu}" / "topology").mkdir(parents=True)
-        (root / "cpu" / f"cpu{cpu}" / "topology" / "thread_siblings_list").write_text(cpus + "\n")
+        topology = devices / "system" / "cpu" / f"cpu{cpu}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "thread_siblings_list").write_text(cpus + "\n")
     for name, content in files.items():
-        path = folder / "devices" / name.replace("__", "/")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content + "\n")
-    return root
+        write_file(devices / name.replace("__", "/"), content + "\n")
+    return folder
+
+
+def write_file(path: Path, content: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content)
 
 
 TWO_CORES = [f"{i // 2 * 2}-{i // 2 * 2 + 1}" for i in range(4)]  # two cores with two threads
@@ -55,15 +59,13 @@ def test_linux_reports_fast_and_slow_cores_and_their_threads(
     description: str,
 ) -> None:
     """Only for the CPUs that the process may run on."""
-    found = read_linux_topology(range(allowed), make_sysfs(tmp_path, siblings, **files), tmp_path / "no")
+    found = read_linux_topology(range(allowed), make_sysfs(tmp_path, siblings, **files))
     assert found == expected
     assert (found.get_thread_choices(99), found.description) == (choices, description)
 
 
 def test_slow_cores_count_as_fast_if_only_they_are_allowed(tmp_path: Path) -> None:
-    assert read_linux_topology(range(4, 12), make_sysfs(tmp_path, LAPTOP, cpu_atom__cpus="4-11"), tmp_path / "no") == CpuTopology(
-        8, 0, 8
-    )
+    assert read_linux_topology(range(4, 12), make_sysfs(tmp_path, LAPTOP, cpu_atom__cpus="4-11")) == CpuTopology(8, 0, 8)
 
 
 @pytest.mark.parametrize(
@@ -71,8 +73,8 @@ def test_slow_cores_count_as_fast_if_only_they_are_allowed(tmp_path: Path) -> No
     [("max 100000", 0), ("250000 100000", 2), ("765000 100000", 7), ("50000 100000", 1), ("", 0), ("x y", 0), ("1 0", 0)],
 )
 def test_cgroup_quota_limits_the_threads(tmp_path: Path, content: str, quota: int) -> None:
-    (tmp_path / "cpu.max").write_text(content)
-    found = read_linux_topology(range(12), make_sysfs(tmp_path, ONE_THREAD_CORES), tmp_path / "cpu.max")
+    write_file(tmp_path / "sys" / "fs" / "cgroup" / "cpu.max", content)
+    found = read_linux_topology(range(12), make_sysfs(tmp_path, ONE_THREAD_CORES))
     assert found.quota == quota
     assert found.get_thread_choices(99) == ([12, 1] if not quota else [quota, 1] if quota > 1 else [1])
 
@@ -95,11 +97,9 @@ def test_quotas_of_both_cgroup_versions_and_of_outer_groups_count(
     tmp_path: Path, files: dict[str, str], own_cgroups: str, quota: int
 ) -> None:
     for name, content in files.items():
-        (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "root" / name).write_text(content + "\n")
-    (tmp_path / "own").write_text(own_cgroups)
-    sysfs = make_sysfs(tmp_path, ONE_THREAD_CORES)
-    assert read_linux_topology(range(12), sysfs, tmp_path / "root" / "cpu.max", tmp_path / "own").quota == quota
+        write_file(tmp_path / "sys" / "fs" / "cgroup" / name, content + "\n")
+    write_file(tmp_path / "proc" / "self" / "cgroup", own_cgroups)
+    assert read_linux_topology(range(12), make_sysfs(tmp_path, ONE_THREAD_CORES)).quota == quota
 
 
 def test_thread_choices_do_not_exceed_the_maximum() -> None:
@@ -138,7 +138,7 @@ def test_without_a_report_all_cores_are_alike(monkeypatch: pytest.MonkeyPatch, t
     for platform in ("linux", "darwin", "win32", "freebsd14"):
         cpu_topology.get_topology.cache_clear()
         monkeypatch.setattr(cpu_topology.sys, "platform", platform)
-        monkeypatch.setattr(cpu_topology, "read_linux_topology", lambda allowed: read_linux_topology(allowed, tmp_path, tmp_path))
+        monkeypatch.setattr(cpu_topology, "read_linux_topology", lambda allowed: read_linux_topology(allowed, tmp_path))
         assert cpu_topology.get_topology() == CpuTopology(6, 0, 6)
     cpu_topology.get_topology.cache_clear()
 
