@@ -31,22 +31,18 @@ POLL_INTERVAL_S = 0.01
 try:
     import fcntl
 
-    def _lock_byte(file: int, offset: int) -> None:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
+    LOCK, UNLOCK = fcntl.LOCK_EX | fcntl.LOCK_NB, fcntl.LOCK_UN
 
-    def _unlock_byte(file: int, offset: int) -> None:
-        fcntl.lockf(file, fcntl.LOCK_UN, 1, offset)
+    def _change_lock(file: int, mode: int, offset: int) -> None:
+        fcntl.lockf(file, mode, 1, offset)
 
 except ImportError:  # Windows
     msvcrt = import_module("msvcrt")
+    LOCK, UNLOCK = msvcrt.LK_NBLCK, msvcrt.LK_UNLCK
 
-    def _lock_byte(file: int, offset: int) -> None:
+    def _change_lock(file: int, mode: int, offset: int) -> None:
         os.lseek(file, offset, os.SEEK_SET)
-        msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
-
-    def _unlock_byte(file: int, offset: int) -> None:
-        os.lseek(file, offset, os.SEEK_SET)
-        msvcrt.locking(file, msvcrt.LK_UNLCK, 1)
+        msvcrt.locking(file, mode, 1)
 
 
 class StoreEntry(NamedTuple):
@@ -267,12 +263,12 @@ class ProcessLocks:
         """Release the lock that `acquire` took, if any."""
         if self._file >= 0:
             with suppress(OSError):
-                _unlock_byte(self._file, _get_lock_offset(name))
+                _change_lock(self._file, UNLOCK, _get_lock_offset(name))
 
     def _try_lock(self, name: str) -> bool:
         """Take a lock without waiting, and return whether that worked; True also if the file system has no locks."""
         try:
-            _lock_byte(self._file, _get_lock_offset(name))
+            _change_lock(self._file, LOCK, _get_lock_offset(name))
         except (BlockingIOError, PermissionError):
             return False
         except OSError:
