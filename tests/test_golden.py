@@ -161,11 +161,12 @@ def list_compiled_functions() -> list[str]:
 # Python code
 
 EXACT_NUMPY = {  # numpy functions with equal results everywhere: copying, integers, and what IEEE 754 rounds
-    "add", "append", "arange", "array", "array_equal", "ascontiguousarray", "bitwise_or", "bool_", "broadcast_to", "clip",
-    "concatenate", "copyto", "count_nonzero", "diff", "dtype", "empty", "errstate", "finfo", "flatnonzero",
-    "float16", "float32", "float64", "frombuffer", "full", "iinfo", "inf", "int16", "int32", "int64", "int8",
-    "integer", "isfinite", "isnan", "lexsort", "maximum", "minimum", "nan", "ndarray", "ones", "pad", "repeat", "signedinteger",
-    "sqrt", "stack", "uint16", "uint32", "uint64", "uint8", "unique", "unpackbits", "where", "zeros",
+    "add", "append", "arange", "argmax", "array", "array_equal", "ascontiguousarray", "bitwise_or", "bool_",
+    "broadcast_to", "clip", "concatenate", "copyto", "count_nonzero", "diff", "dtype", "empty", "errstate", "finfo",
+    "flatnonzero", "float16", "float32", "float64", "frombuffer", "full", "iinfo", "inf", "int16", "int32", "int64",
+    "int8", "integer", "isfinite", "isnan", "lexsort", "maximum", "minimum", "nan", "ndarray", "ones", "pad", "repeat",
+    "searchsorted", "signedinteger", "sqrt", "stack", "uint16", "uint32", "uint64", "uint8", "unique", "unpackbits",
+    "where", "zeros",
 }  # fmt: skip
 EXACT_MATH = {"gcd", "inf", "isfinite", "isnan", "nan", "pi", "prod", "isqrt", "ceil", "floor"}
 EXACT_MODULES = (

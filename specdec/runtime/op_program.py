@@ -10,7 +10,6 @@ arrays, like attention with a KV cache, runs once for each sequence: with its ar
 alone.
 """
 
-import bisect
 import copy
 import functools
 import itertools
@@ -373,35 +372,27 @@ class Executor:
         for phase, end in zip(program, itertools.accumulate(map(len, program)), strict=True):
             phase_bytes = sum(op.bytes_per_token for op in phase), sum(op.bytes_per_slot for op in phase)
             self.ops[end - len(phase), [N_OPS_WORD, TOKEN_BYTES_WORD, SLOT_BYTES_WORD]] = len(phase), *phase_bytes
-        self._references: list[object] = [op.kernel for op in ops]  # keeps alive what ops refer to by address
-        sequence_map = _AddressMap([(array, i + 1) for i, array in enumerate(sequence_arrays)])
-        token_map = _AddressMap(token_arrays)
-        sequence_ops = dict[int, list[int]]()
-        for i, (words, op) in enumerate(zip(self.ops, ops, strict=True)):
-            encoded = [
-                op.kernel.address,
-                *words[N_OPS_WORD:SEQUENCE_OP_WORD].tolist(),
-                -1,
-                *op.kernel.encode_arguments(op.arguments),
-            ]
-            array_words, at = list[int](), OP_HEADER_WORDS  # positions of array addresses
+        arrays, is_address = list[Array](), np.zeros(self.ops.shape, bool)
+        for words, has_address, op in zip(self.ops, is_address, ops, strict=True):
+            words[KERNEL_WORD] = op.kernel.address
+            arguments = op.kernel.encode_arguments(op.arguments)
+            words[OP_HEADER_WORDS : OP_HEADER_WORDS + len(arguments)] = arguments
+            at = OP_HEADER_WORDS
             for argument in op.arguments:
                 if n_dimensions := getattr(argument, "ndim", 0):
-                    array_words.append(at)
-                    if not sequence_map.find(encoded[at]):
-                        self._references.append(argument)
+                    arrays.append(argument)
+                    has_address[at] = True
                 at += 1 + n_dimensions
-            if any(sequence_map.find(encoded[word]) for word in array_words):
-                encoded[SEQUENCE_OP_WORD], sequence_ops[i] = len(sequence_ops), array_words
-            words[: len(encoded)] = encoded
-        self._sequence_ops = self.ops[[*sequence_ops]]
-        self._token_bytes = np.zeros(self._sequence_ops.shape, np.int64)  # step per token of each word
-        self._owners = np.zeros(self._sequence_ops.shape, np.int64)  # number of the sequence array it points into, from 1, or 0
-        for words, steps, owners, array_words in zip(
-            self._sequence_ops, self._token_bytes, self._owners, sequence_ops.values(), strict=True
-        ):
-            for word in array_words:
-                steps[word], owners[word] = token_map.find(int(words[word])), sequence_map.find(int(words[word]))
+        # Number of the sequence array that each word points into, from 1, or 0
+        owners = _find_arrays([(array, i + 1) for i, array in enumerate(sequence_arrays)], self.ops) * is_address
+        # Keeps alive what ops refer to by address.
+        others = [array for array, owner in zip(arrays, owners[is_address], strict=True) if not owner]
+        self._references = [op.kernel for op in ops], others
+        sequence_ops = np.flatnonzero(owners.any(axis=1))
+        self.ops[:, SEQUENCE_OP_WORD] = -1
+        self.ops[sequence_ops, SEQUENCE_OP_WORD] = np.arange(len(sequence_ops))
+        self._sequence_ops, self._owners = self.ops[sequence_ops], owners[sequence_ops]
+        self._token_bytes = _find_arrays(token_arrays, self._sequence_ops) * is_address[sequence_ops]  # step per token of a word
         self._sequence_arrays, self._bases = sequence_arrays, np.array([0, *(array.ctypes.data for array in sequence_arrays)])
         self._prepare()
 
@@ -457,17 +448,14 @@ class Executor:
         run_on_threads(_get_run_ops_address(), *self._addresses, 0, len(self.ops), numbers[N_THREADS_WORD])
 
 
-class _AddressMap:
-    """Arrays with a number each, which are found by an address inside them."""
-
-    def __init__(self, arrays: Sequence[tuple[Array, int]]) -> None:
-        self._arrays = sorted((array.ctypes.data, array.ctypes.data + array.nbytes, number) for array, number in arrays)
-        self._starts = [start for start, _, _ in self._arrays]
-
-    def find(self, address: int) -> int:
-        """Return the number of the array that contains this address, or 0 if none does."""
-        i = bisect.bisect_right(self._starts, address) - 1
-        return self._arrays[i][2] if i >= 0 and address < self._arrays[i][1] else 0
+def _find_arrays(arrays: Sequence[tuple[Array, int]], addresses: Int64) -> Int64:
+    """Return for each address the number that belongs to the array that contains it, or 0 if none does."""
+    if not arrays:
+        return np.zeros(addresses.shape, np.int64)
+    spans = sorted((array.ctypes.data, array.ctypes.data + array.nbytes, number) for array, number in arrays)
+    starts, ends, numbers = np.array([(0, 0, 0), *spans], np.int64).T  # address 0 is in none
+    i = np.searchsorted(starts, addresses, "right") - 1
+    return np.where(addresses < ends[i], numbers[i], 0)
 
 
 def run_on_all_threads(op: Op, n_threads: int | None = None, n_tokens: int = 0) -> None:
