@@ -372,9 +372,7 @@ def pack_panels(run: ForwardContext, thread: int, p: PackArgs) -> None:
     for i in range(begin, end):
         rows = p.rows[i * PANEL_ROWS : (i + 1) * PANEL_ROWS]
         transpose_rows(columns, rows)
-        for k in range(columns.shape[0]):
-            for r in range(rows.shape[0], PANEL_ROWS):
-                columns[k, r] = 0
+        columns[:, rows.shape[0] :] = 0
         at, _ = locate_blocks(p.panels, n, p.first + p.stride * i)
         build_exponent_table(p.panel_bytes, 4 * at - tile_simd.TABLE_BYTES, counts, columns)
         p.slots[i] = pack_blocks(p.panel_bytes, 4 * at, n, counts[0], columns)

@@ -47,14 +47,16 @@ bit_or = make_vector_op(2, lambda b, x, y: b.or_(x, y))
 bit_xor = make_vector_op(2, lambda b, x, y: b.xor(x, y))
 shift_left = make_vector_op(2, lambda b, x, y: b.shl(x, y))
 shift_right = make_vector_op(2, lambda b, x, y: b.lshr(x, y))
+
+
+def _get_float_vector(words):
+    return VectorType(types.float32, words.lanes, words.n_parts)
+
+
 # a vector of int32 -> float32 with the same bits
-view_as_float = make_vector_op(
-    1, lambda b, x: b.bitcast(x, simd.floats_like(x)), lambda words: VectorType(types.float32, words.lanes, words.n_parts)
-)
+view_as_float = make_vector_op(1, lambda b, x: b.bitcast(x, simd.floats_like(x)), _get_float_vector)
 # a vector of int32 -> float32
-to_float = make_vector_op(
-    1, lambda b, x: b.sitofp(x, simd.floats_like(x)), lambda words: VectorType(types.float32, words.lanes, words.n_parts)
-)
+to_float = make_vector_op(1, lambda b, x: b.sitofp(x, simd.floats_like(x)), _get_float_vector)
 
 
 def _emit_dot4(builder, acc, w, x):
@@ -275,15 +277,12 @@ def make_pointer_getter(
     """
 
     def typing_function(typingctx, source, index):
-        known = source.storage if isinstance(source, PointerType) else simd.get_storage_dtype(source)
+        is_pointer = isinstance(source, PointerType)
+        known = source.storage if is_pointer else simd.get_storage_dtype(source)
         result = PointerType(storage or known, rows, lanes)
 
         def codegen(context, builder, signature, args):
-            start = (
-                args[0]
-                if isinstance(source, PointerType)
-                else cgutils.create_struct_proxy(source)(context, builder, args[0]).data
-            )
+            start = args[0] if is_pointer else cgutils.create_struct_proxy(source)(context, builder, args[0]).data
             return builder.bitcast(builder.gep(start, [args[1]]), result.storage.item.as_pointer())
 
         return result(source, types.intp), codegen
