@@ -10,12 +10,10 @@ included pair takes 7 CPU seconds, a later one 0.54.
 import functools
 import hashlib
 import os
-import re
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +43,7 @@ SOURCES = (
 )
 SOURCE_HASH = hashlib.sha256(b"\0".join((PACKAGE_DIR / name).read_bytes() for name in SOURCES)).hexdigest()[:16]
 _SOURCE_PATHS = {str(PACKAGE_DIR / name) for name in SOURCES}
-SOURCE_HASH_PATTERN = re.compile("[0-9a-f]{16}")
+SOURCE_HASH_GLOB = "[0-9a-f]" * 16
 CODE_SUFFIX, CALIBRATION_SUFFIX = ".code", ".known"
 MAX_UNUSED_DAYS = 30  # after which code of another source hash is deleted
 
@@ -228,28 +226,22 @@ def get_store() -> DiskStore | None:
 @functools.cache
 def _delete_unused_folders() -> None:
     """Delete folders of other source hashes that no process has used for MAX_UNUSED_DAYS."""
-    for entry in os.scandir(os.path.dirname(get_cache_dir())):
-        if SOURCE_HASH_PATTERN.fullmatch(entry.name) and entry.stat().st_mtime < time.time() - MAX_UNUSED_DAYS * 86400:
-            shutil.rmtree(entry.path, ignore_errors=True)
+    for folder in Path(get_cache_dir()).parent.glob(SOURCE_HASH_GLOB):
+        if folder.stat().st_mtime < time.time() - MAX_UNUSED_DAYS * 86400:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @functools.cache
 def _scan_cache() -> tuple[set[str], bool]:
     """Return the names of all functions cached at the time of the first call, and whether another source hash has a folder."""
-    names, n_hashes = list_cached_names(), 0
-    with suppress(OSError):
-        folders = os.scandir(os.path.dirname(get_cache_dir())) if get_cache_dir() else ()
-        n_hashes = sum(1 for entry in folders if SOURCE_HASH_PATTERN.fullmatch(entry.name))
-    return names, n_hashes > 1
+    folders = Path(get_cache_dir()).parent.glob(SOURCE_HASH_GLOB) if get_cache_dir() else ()
+    return list_cached_names(), len([*folders]) > 1
 
 
 def list_cached_names() -> set[str]:
     """Return the names of all functions that are cached now, for any CPU."""
-    if not get_cache_dir():
-        return set()
-    with suppress(OSError):
-        return {entry.name.split("-")[0] for entry in os.scandir(get_cache_dir()) if entry.name.endswith(CODE_SUFFIX)}
-    return set()
+    files = Path(get_cache_dir()).glob(f"*{CODE_SUFFIX}") if get_cache_dir() else ()
+    return {path.name.split("-")[0] for path in files}
 
 
 def get_compile_reason(name: str) -> str:
