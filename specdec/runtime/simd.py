@@ -69,6 +69,7 @@ class VectorType(types.Type):
         """Create the type of vectors of n_parts times `lanes` numbers of a numba type, float32, int32, int16 or uint8."""
         self.dtype, self.lanes, self.n_parts = dtype, lanes, n_parts
         self.part = ir.VectorType({types.float32: F32, types.int32: I32, types.int16: I16, types.uint8: I8}[dtype], lanes)
+        self.llvm_type = self.part if n_parts == 1 else ir.ArrayType(self.part, n_parts)
         super().__init__(name=f"{n_parts}x{lanes}x{dtype}")
 
 
@@ -76,9 +77,12 @@ vector = VectorType(types.float32, LANES)
 
 
 @register_model(VectorType)
-class _VectorModel(models.PrimitiveModel):
-    def __init__(self, dmm: DataModelManager, fe_type: VectorType) -> None:
-        super().__init__(dmm, fe_type, fe_type.part if fe_type.n_parts == 1 else ir.ArrayType(fe_type.part, fe_type.n_parts))
+class ValueModel(models.PrimitiveModel):
+    """The data model of a numba type whose values are those of its `llvm_type`."""
+
+    def __init__(self, dmm: DataModelManager, fe_type: Any) -> None:
+        """Create the model, as numba does for each type."""
+        super().__init__(dmm, fe_type, fe_type.llvm_type)
 
 
 def split_vector(builder: ir.IRBuilder, v: ir.Value) -> list[ir.Value]:
@@ -266,9 +270,8 @@ def _emit_exp2_of_integer(builder, a):
 
 def _emit_zero_unless_positive(builder, x, y):
     """Emit, lane by lane, x where y > 0 or y is NaN, else 0."""
-    return builder.select(
-        builder.fcmp_unordered(">", y, make_constant_vector(FLOAT_VECTOR, 0.0)), x, make_constant_vector(FLOAT_VECTOR, 0.0)
-    )
+    zero = make_constant_vector(FLOAT_VECTOR, 0.0)
+    return builder.select(builder.fcmp_unordered(">", y, zero), x, zero)
 
 
 def make_constant_vector(vector_type, value):

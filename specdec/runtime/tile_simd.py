@@ -11,8 +11,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.core.datamodel.manager import DataModelManager
-from numba.extending import models, register_model
+from numba.extending import register_model
 
 from specdec.runtime import simd
 from specdec.runtime.code_cache import CompiledFunction
@@ -26,13 +25,11 @@ class PointerType(types.Type):
         """Create the type of pointers to numbers of a storage format, which are loaded into registers of `lanes` lanes."""
         lanes = min(rows, lanes)
         self.storage, self.vector = storage, VectorType(storage.loaded, lanes, rows // lanes)
+        self.llvm_type = storage.item.as_pointer()
         super().__init__(name=f"pointer to {storage.name} {rows // lanes}x{lanes}")
 
 
-@register_model(PointerType)
-class _PointerModel(models.PrimitiveModel):
-    def __init__(self, dmm: DataModelManager, fe_type: PointerType) -> None:
-        super().__init__(dmm, fe_type, fe_type.storage.item.as_pointer())
+register_model(PointerType)(simd.ValueModel)
 
 
 # Integers, for the codes of weights
