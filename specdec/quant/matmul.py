@@ -7,6 +7,7 @@ bits do not depend on the number of tokens that share the tile.
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from numba import types
@@ -207,6 +208,7 @@ def make_pair_tile(shape: TileShape) -> Callable[..., None]:
     return tile
 
 
+@dataclass(frozen=True, eq=False)
 class Tile:
     """The tiles of a weight format, as one function that compiled code calls: tile(n_tokens, TileArgs).
 
@@ -219,14 +221,9 @@ class Tile:
         max_tokens: Maximum number of tokens.
     """
 
-    def __init__(
-        self,
-        make: Callable[[TileShape], Callable[..., None]],
-        choose_shape: Callable[[int, int], TileShape] = choose_tile_shape,
-        max_tokens: int = MAX_TILE_TOKENS,
-    ) -> None:
-        """Create it; the tiles are made when a kernel that calls them is compiled."""
-        self.make, self.choose_shape, self.max_tokens = make, choose_shape, max_tokens
+    make: Callable[[TileShape], Callable[..., None]]
+    choose_shape: Callable[[int, int], TileShape] = choose_tile_shape
+    max_tokens: int = MAX_TILE_TOKENS
 
     @property
     def limits(self) -> tuple[int, int]:

@@ -30,13 +30,8 @@ def get_chunk_range(n, chunk, n_chunks):
 @jitable
 def count_chunks_per_thread(n_bytes, n_tokens, n_threads):
     """Return the number of chunks per thread for a phase that reads n_bytes per token, from 1 to MAX_CHUNKS_PER_THREAD."""
-    return max(
-        1,
-        min(
-            (n_bytes * ((1 << TOKENS_SHIFT) - 1 + n_tokens) >> TOKENS_SHIFT + CHUNK_BYTES_SHIFT) // n_threads,
-            MAX_CHUNKS_PER_THREAD,
-        ),
-    )
+    n_chunks = n_bytes * ((1 << TOKENS_SHIFT) - 1 + n_tokens) >> TOKENS_SHIFT + CHUNK_BYTES_SHIFT
+    return max(1, min(n_chunks // n_threads, MAX_CHUNKS_PER_THREAD))
 
 
 @jitable
