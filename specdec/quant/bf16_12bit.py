@@ -300,10 +300,7 @@ def build_exponent_table(panel_bytes, at, counts, columns):
         for upper in range(counts.shape[1]):
             counts[0, upper] += counts[i, upper]
     for i in range(tile_simd.TABLE_BYTES):
-        best = 0
-        for upper in range(1, counts.shape[1]):
-            if counts[0, upper] > counts[0, best]:
-                best = upper
+        best = np.argmax(counts[0])
         panel_bytes[0, at + i] = best
         counts[0, best] = 0
 

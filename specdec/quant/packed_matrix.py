@@ -208,9 +208,8 @@ class Matrix:
             logits_only: Whether to use only the first n_logits tokens of out and x.
         """
         shard = self.first_panel, self.n_total_panels or len(self.panels)
-        op = self.weight_format.matmul(
-            out, self.panels, x, scratch, self.n, self.group_size, accumulate, unit, logits_only, *shard
-        )
+        sizes = self.n, self.group_size
+        op = self.weight_format.matmul(out, self.panels, x, scratch, *sizes, accumulate, unit, logits_only, *shard)
         return op._replace(bytes_per_token=self.panels.nbytes)
 
     def expert_matmul(
