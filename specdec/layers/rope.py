@@ -46,14 +46,10 @@ def _compute_llama3_ramp(scaling: Llama3RopeScaling, positions: Float64) -> Floa
 def _compute_yarn_ramp(scaling: YarnRopeScaling, config: ModelConfig) -> Float64:
     """Return the unscaled share, 0 to 1, of each pair's angle (YaRN), as in transformers' modeling_rope_utils."""
     with localcontext(DECIMAL_CONTEXT):
-        theta = Decimal(config.rope.theta).ln()
+        log_theta, n_radians = Decimal(config.rope.theta).ln(), Decimal(2 * math.pi)
         first, last = (
-            float(
-                config.rotary_dim
-                * (Decimal(scaling.original_seq_len) / (Decimal(rotations) * Decimal(2 * math.pi))).ln()
-                / (2 * theta)
-            )
-            for rotations in (scaling.beta_fast, scaling.beta_slow)
+            float(config.rotary_dim * (Decimal(scaling.original_seq_len) / (Decimal(n) * n_radians)).ln() / (2 * log_theta))
+            for n in (scaling.beta_fast, scaling.beta_slow)  # rotations within the original context
         )
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)

@@ -240,7 +240,7 @@ class WeightPlan:
     @functools.cached_property
     def shards(self) -> dict[str, list[Shard]]:
         """The shards of each matrix; a matrix of tensors with different block types has one for each run of equal types."""
-        shards = {}
+        shards = dict[str, list[Shard]]()
         for name, plan in self.plans.items():
             if isinstance(plan, VectorPlan):
                 continue
@@ -252,15 +252,11 @@ class WeightPlan:
             if all(each is formats[0] for each in formats):
                 shards[name] = [Shard(plan, formats[0])]
                 continue
-            shards[name] = [
-                Shard(
-                    MatrixPlan(plan.tensors[run], plan.rows[run], plan.n),
-                    weight_format,
-                    sum(map(count_panels, plan.rows[: run.start])),
-                    plan.n_panels,
-                )
-                for run, weight_format in zip(runs, formats, strict=True)
-            ]
+            shards[name], first_panel = [], 0
+            for run, weight_format in zip(runs, formats, strict=True):
+                part = MatrixPlan(plan.tensors[run], plan.rows[run], plan.n)
+                shards[name].append(Shard(part, weight_format, first_panel, plan.n_panels))
+                first_panel += part.n_panels
         return shards
 
     @property
