@@ -95,13 +95,6 @@ class RopeTables(NamedTuple):
     sin: Float32
 
 
-class LayerInputs(NamedTuple):
-    """The tokens' rows of the table that stays in its file (T, L P), and the inputs of all layers (T, L P padded)."""
-
-    token_rows: Float32
-    inputs: Float32
-
-
 @dataclass
 class LayerBuffers:
     """The arrays of one layer that outlive a pass.
@@ -245,7 +238,8 @@ class Buffers:
         layers: What the layers keep between passes.
         hidden_states: (S, layers D), of the cache's slots; only if hidden states are kept.
         long_rope: RoPE tables of sequences with long factors, if there are any.
-        layer_inputs: The per-layer inputs, if there are any.
+        token_rows: The tokens' rows of the table that stays in its file (T, L P), if there is one.
+        layer_inputs: The per-layer inputs of all layers (T, L P padded), if there are any.
     """
 
     sizes: BufferSizes
@@ -262,7 +256,8 @@ class Buffers:
     layers: list[LayerBuffers]
     hidden_states: Float32 | None = None
     long_rope: RopeTables | None = None
-    layer_inputs: LayerInputs | None = None
+    token_rows: Float32 | None = None
+    layer_inputs: Float32 | None = None
 
     @property
     def scratch(self) -> Float32:
@@ -288,8 +283,8 @@ class Buffers:
         """Write the tokens of a pass, and their rows of the table that stays in its file, from row `at` on."""
         rows = slice(at, at + len(tokens))
         self.tokens[rows] = tokens
-        if table and self.layer_inputs:
-            self.layer_inputs.token_rows[rows] = table.read_rows(tokens)
+        if table and self.token_rows is not None:
+            self.token_rows[rows] = table.read_rows(tokens)
 
     def copy_sequence(self, other: "Buffers", n: int) -> None:
         """Copy the first n positions, whole panels, and all arrays of fixed size, of the sequence in other buffers."""

@@ -13,10 +13,11 @@ import numpy as np
 from specdec.kernels import head_norm
 from specdec.layers.activations import combine_per_layer_inputs, gate_per_layer_inputs
 from specdec.layers.block import Block, get_panels_per_unit
-from specdec.layers.buffers import Allocator, Buffers, LayerInputs, pad
+from specdec.layers.buffers import Allocator, Buffers, pad
 from specdec.layers.weights import TOKEN_TABLE, FusedNames, FusedTensors, Shapes, Weights
 from specdec.model_config import ModelConfig, PerLayerInputsConfig, require_type
 from specdec.runtime.op_program import Program
+from specdec.runtime.simd import Float32
 
 GATE, PROJECTION = "inputs_gate", "inputs_back"
 
@@ -37,7 +38,7 @@ class PerLayerInputs(Block):
         """Return the block's program."""
         n, b = get_inputs_config(self.config).dim, self.b
         gates, gated = self.new.rows(pad(n)), self.new.rows(pad(n), 1)
-        gate = gate_per_layer_inputs(gated, gates, require_type(b.layer_inputs, LayerInputs).inputs, self.i * n, n)
+        gate = gate_per_layer_inputs(gated, gates, b.layer_inputs, self.i * n, n)
         phase = [self.matrix(GATE).matmul(gates, b.x, b.scratch), gate]
         return [phase, *self.add_residual(PROJECTION, gated, factor=self.get_layer_scale())]
 
@@ -57,10 +58,10 @@ def global_shapes(config: ModelConfig) -> Shapes:
     return {TOKEN_TABLE: (n_rows, width), "inputs": (width, config.dim), "inputs_norm_in": (n,)}
 
 
-def make_layer_inputs(config: ModelConfig, new: Allocator) -> LayerInputs:
-    """Return the arrays of the per-layer inputs."""
+def make_layer_inputs(config: ModelConfig, new: Allocator) -> tuple[Float32, Float32]:
+    """Return the arrays of the tokens' rows of the table, and of the per-layer inputs."""
     width = config.n_layers * get_inputs_config(config).dim
-    return LayerInputs(new.rows(width), new.rows(pad(width)))
+    return new.rows(width), new.rows(pad(width))
 
 
 def make_embedding_program(config: ModelConfig, weights: Weights, b: Buffers) -> Program:
@@ -71,11 +72,12 @@ def make_embedding_program(config: ModelConfig, weights: Weights, b: Buffers) ->
     n, eps = get_inputs_config(config).dim, config.norm_eps * config.dim  # eps of the norm, because x is not divided by sqrt(D)
     unit = get_panels_per_unit(n, [config.n_layers * n])
     row_scale, scale = float(np.sqrt(np.float32(n))), float(np.float32(0.5**0.5))
-    token_rows, inputs = require_type(b.layer_inputs, LayerInputs)
+    inputs = b.layer_inputs
+    assert inputs is not None
     return [
         [
             weights.matrices["inputs"].matmul(inputs, b.x, b.scratch, unit=unit),
             head_norm(inputs, unit, 0, config.n_layers, n, weights.vectors["inputs_norm_in"], eps),
-            combine_per_layer_inputs(inputs, token_rows, unit, row_scale, scale),
+            combine_per_layer_inputs(inputs, b.token_rows, unit, row_scale, scale),
         ]
     ]

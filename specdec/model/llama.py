@@ -170,7 +170,7 @@ class Llama:
         if config.per_layer_inputs:
             from specdec.layers.per_layer_inputs import make_layer_inputs
 
-            b.layer_inputs = make_layer_inputs(config, b.new)
+            b.token_rows, b.layer_inputs = make_layer_inputs(config, b.new)
 
     def embed(self, config: ModelConfig, weights: Weights, b: Buffers) -> Program:
         """Return the program of x = embedding, scaled or normed, plus any learned positions, and of any per-layer inputs."""
