@@ -63,8 +63,8 @@ class SpeculativeDecoder:
             without a stage, and target and draft that can run trees. `gamma`, `verify` and `tree` can also be set later.
         n_threads: By default all cores, or fewer if a trial shows that they are faster.
         quantize: Which models, if they are named and not loaded, are quantized: "target" to int8, "draft" (and its stage) to
-            int8 if that has at most 32 MiB, else to int4, "both" or "none"; "draft=int4" or "target=int8,draft=int4" chooses the
-            format. A matrix of a GGUF block type keeps it unless the format saves 15% of its bytes.
+            int8, int4 or int3 by its size, "both" or "none"; "draft=int4" or "target=int8,draft=int4" chooses the format. A
+            matrix of a GGUF block type keeps it unless the format saves 15% of its bytes.
         template: The file of a chat template, or "llama2" for llama2.c exports of Llama 2 chat; by default the model's own.
         kv: KV cache format of named models, as in `Model`. Drafts use the format of their target by default.
         pack: Whether bf16 weights of named models are kept in 12 bits, without loss: "auto" if a trial shows that it is faster,

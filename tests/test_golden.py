@@ -165,7 +165,7 @@ EXACT_NUMPY = {  # numpy functions with equal results everywhere: copying, integ
     "broadcast_to", "clip", "concatenate", "copyto", "count_nonzero", "diff", "dtype", "empty", "errstate", "finfo",
     "flatnonzero", "float16", "float32", "float64", "frombuffer", "full", "iinfo", "inf", "int16", "int32", "int64",
     "int8", "integer", "isfinite", "isnan", "lexsort", "maximum", "minimum", "nan", "ndarray", "ones", "pad", "repeat",
-    "searchsorted", "signedinteger", "sqrt", "stack", "uint16", "uint32", "uint64", "uint8", "unique", "unpackbits",
+    "rint", "searchsorted", "signedinteger", "sqrt", "stack", "uint16", "uint32", "uint64", "uint8", "unique", "unpackbits",
     "where", "zeros",
 }  # fmt: skip
 EXACT_MATH = {"gcd", "inf", "isfinite", "isnan", "nan", "pi", "prod", "isqrt", "ceil", "floor"}

@@ -88,7 +88,7 @@ class ModelRequest(Request):
     )
     stage: str = option("", "--stage lookup|NAME", "Models", "Draft of the draft: lookup or a smaller model.")
     quantize: str = option(
-        "draft", "--quantize WHAT", "Models", "Quantize draft (int8 or int4), target (int8), both or none; or say draft=int4."
+        "draft", "--quantize WHAT", "Models", "Quantize draft (int8, int4, int3), target (int8), both or none; or say draft=int4."
     )
     kv: str = KV
     pack: str = option(AUTO, "--pack auto|on|none", "Models", "Store bf16 weights in 12 bits, without loss. auto: if large.")

@@ -15,14 +15,15 @@ if TYPE_CHECKING:
     from specdec.quant.bf16_12bit import PACKED_BF16
     from specdec.quant.fp16_bf16 import BF16, FP16
     from specdec.quant.fp32 import FP32
+    from specdec.quant.int3 import INT3
     from specdec.quant.int4 import DRAFT_INT4, INT4
     from specdec.quant.int8 import INT8
 
 MAX_REQUANTIZED_SHARE = 0.95  # bytes of a matrix in another format, relative to its GGUF block type, to convert it
 
 _MODULES = {
-    "BF16": "fp16_bf16", "FP16": "fp16_bf16", "DRAFT_INT4": "int4", "FP32": "fp32", "INT4": "int4", "INT8": "int8",
-    "PACKED_BF16": "bf16_12bit",
+    "BF16": "fp16_bf16", "FP16": "fp16_bf16", "DRAFT_INT4": "int4", "FP32": "fp32", "INT3": "int3", "INT4": "int4",
+    "INT8": "int8", "PACKED_BF16": "bf16_12bit",
 }  # fmt: skip
 
 
@@ -57,4 +58,4 @@ def choose_weight_format(tensors: Sequence[Tensor], weight_format: WeightFormat 
     return weight_format or stored_format
 
 
-__all__ = ["BF16", "DRAFT_INT4", "FP16", "FP32", "INT4", "INT8", "PACKED_BF16", "WeightFormat", "choose_weight_format"]
+__all__ = ["BF16", "DRAFT_INT4", "FP16", "FP32", "INT3", "INT4", "INT8", "PACKED_BF16", "WeightFormat", "choose_weight_format"]

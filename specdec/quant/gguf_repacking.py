@@ -376,16 +376,18 @@ class GGUFFormat(GroupedFormat):
             groupwise.pack_row_scales(panels, first, stride, row_scales)
 
 
-def _make_weight_format(name: str, layout: GroupLayout) -> GGUFFormat:
+def make_format_fields(name: str, layout: GroupLayout) -> dict[str, Any]:
+    """Return the fields of a `GroupedFormat` of this name and layout; its kernels are registered in this module."""
     tile, get_activations = groupwise.make_tile(layout, DOT4_NAME)
     get_weight = groupwise.make_weight_getter(layout)
     # SPECDEC_PORTABLE chooses other kernels, which need cached code of their own
     kernels = make_kernels(__name__, f"{DOT4_NAME}_{name.replace(' ', '_')}_", tile, get_activations, get_weight)
-    return GGUFFormat(name=name, layout=layout, **kernels)
+    return {"name": name, "layout": layout, **kernels}
 
 
-WEIGHT_FORMATS = {name: _make_weight_format(name, block.layout) for name, block in BLOCK_TYPES.items()}
-MIXED, MIXED_K = _make_weight_format("mixed", Q8_MIN_LAYOUT), _make_weight_format("mixed K", Q6_K_MIN_LAYOUT)
+WEIGHT_FORMATS = {name: GGUFFormat(**make_format_fields(name, block.layout)) for name, block in BLOCK_TYPES.items()}
+MIXED = GGUFFormat(**make_format_fields("mixed", Q8_MIN_LAYOUT))
+MIXED_K = GGUFFormat(**make_format_fields("mixed K", Q6_K_MIN_LAYOUT))
 
 
 def find_common_format(types: Collection[str]) -> WeightFormat | None:

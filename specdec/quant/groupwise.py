@@ -442,7 +442,7 @@ def make_tile(layout: GroupLayout, instruction_set: str) -> tuple[Tile, Compiled
     dot = DOT4_BY_NAME[instruction_set]
     choose_shape = functools.partial(choose_group_tile_shape, layout, dot)
     tile = Tile(functools.partial(make_group_tile, layout, dot), choose_shape, dot.max_tokens)
-    return tile, make_activation_getter(get_zero_point(layout, dot))
+    return tile, make_activation_getter(get_zero_point(layout, dot), layout.n_groups)
 
 
 def make_weight_getter(layout: GroupLayout) -> CompiledFunction:
@@ -622,6 +622,10 @@ class GroupedFormat(QuantizedFormat):
     def get_group_size(self, n: int, file_group: int) -> int:
         """Return the group size of the layout."""
         return self.layout.group_size
+
+    def get_scratch_words(self, n: int, group_size: int) -> int:
+        """Return the words of a token's n activations in groups of int8, whole blocks of them."""
+        return super().get_scratch_words(simd.round_up(n, self.layout.block_columns), group_size)
 
     def get_panel_shape(self, n: int, group_size: int) -> tuple[int, int]:
         """Return the blocks and words of a panel."""

@@ -124,16 +124,17 @@ quantize_weight_group = make_group_quantizer(simd.rint, np.finfo(np.float32).tin
 
 
 @compiled
-def quantize_activations(codes, x, n, group_size, n_tokens, zero_point):
+def quantize_activations(codes, x, n, group_size, n_tokens, zero_point, block_groups):
     """Quantize rows x[t, :n] to int8 in codes (the rule of runq.c), in groups; see `make_group_quantizer`.
 
     Halves round away from 0. codes (T, words) holds for each group its scale, the correction -zero_point * sum of codes, the sum
-    of scale * codes, and the codes, 4 to a word, zeros after the last. A group that is not finite has a NaN scale.
+    of scale * codes, and the codes, 4 to a word, zeros after the last. A group that is not finite has a NaN scale. The last block
+    of block_groups groups is filled up with groups of zeros.
     """
     group_words = ceil_div(group_size, BYTES_PER_WORD)
     for t in range(n_tokens):
-        for g in range(ceil_div(n, group_size)):
-            start, end = g * group_size, min((g + 1) * group_size, n)
+        for g in range(simd.round_up(ceil_div(n, group_size), block_groups)):
+            start, end = min(g * group_size, n), min((g + 1) * group_size, n)
             at = g * (GROUP_HEADER_WORDS + group_words)
             first_byte, size = (t * codes.shape[1] + at) * BYTES_PER_WORD, group_words * BYTES_PER_WORD
             codes_byte = first_byte + GROUP_HEADER_WORDS * BYTES_PER_WORD
@@ -143,8 +144,11 @@ def quantize_activations(codes, x, n, group_size, n_tokens, zero_point):
             codes[t, at + 2] = scale * total
 
 
-def make_activation_getter(zero_point: int) -> CompiledFunction:
-    """Return the inlined function get_activations of `make_matmul` for a tile over weights with this zero point."""
+def make_activation_getter(zero_point: int, block_groups: int = 1) -> CompiledFunction:
+    """Return the inlined function get_activations of `make_matmul` for a tile over weights with this zero point.
+
+    block_groups: Groups of a block of weights.
+    """
 
     @inlined
     def get_activations(run, thread, p, n_tokens):
@@ -154,7 +158,8 @@ def make_activation_getter(zero_point: int) -> CompiledFunction:
         """
         codes = p.scratch[thread]
         if run.is_first_chunk:
-            quantize_activations(codes, p.x[thread if p.x.shape[0] > 1 else 0], p.n, p.group_size, n_tokens, zero_point)
+            x = p.x[thread if p.x.shape[0] > 1 else 0]
+            quantize_activations(codes, x, p.n, p.group_size, n_tokens, zero_point, block_groups)
         return codes
 
     return get_activations

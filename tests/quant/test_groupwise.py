@@ -1,4 +1,4 @@
-"""Grouped weights: GGUF's block types and int4: their values, their products, and the promise of equal bits."""
+"""Grouped weights: GGUF's block types, int4 and int3: their values, their products, and the promise of equal bits."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -13,10 +13,9 @@ from specdec.draft.settings import parse_quantize
 from specdec.loaders.model_paths import DEFAULT_DRAFT, DEFAULT_TARGET
 from specdec.model.llama import LLAMA
 from specdec.model.model import Model
-from specdec.quant import FP32, INT4, INT8, choose_weight_format
+from specdec.quant import FP32, INT3, INT4, INT8, choose_weight_format, int3, int4
 from specdec.quant.gguf_repacking import BLOCK_TYPES, WEIGHT_FORMATS
 from specdec.quant.groupwise import get_bit_fields, make_tile, pack_codes, unpack_codes
-from specdec.quant.int4 import quantize
 from specdec.quant.int8 import DOT4_NAME
 from specdec.quant.matmul import make_matmul
 from specdec.quant.packed_matrix import pack_matrix
@@ -165,10 +164,10 @@ def make_format(name, instruction_set):
     )
 
 
-@pytest.mark.parametrize("name", [*BLOCK_TYPES, "int4"])
+@pytest.mark.parametrize("name", [*BLOCK_TYPES, "int4", "int3"])
 def test_matmul_bits_do_not_depend_on_batch_or_threads(name):
-    tensor, weight_format = (make_tensor("", 0), INT4) if name == "int4" else (make_tensor(name, 0), WEIGHT_FORMATS[name])
-    matrix = pack_matrix([tensor], weight_format)
+    quantized = {"int4": INT4, "int3": INT3}
+    matrix = pack_matrix([make_tensor("" if name in quantized else name, 0)], (WEIGHT_FORMATS | quantized)[name])
     x = activations(64)
     alone = np.concatenate([run_matmul(matrix, x[t : t + 1], 1) for t in range(64)])
     for n_threads in THREAD_COUNTS:
@@ -212,6 +211,16 @@ def test_int4_error_is_smaller_than_that_of_min_max_scaling():
     assert (error < 1.05 * min_max_error(rows) + 1e-9).all()  # fp16 rounding
 
 
+def test_int3_error_is_smaller_than_that_of_scaling_by_the_largest_weight():
+    rng = np.random.default_rng(0)
+    rows = (rng.standard_normal((200, 640)) * rng.random((200, 1))).astype(np.float32)
+    groups = rows.reshape(200, -1, 16)
+    largest = np.take_along_axis(groups, np.abs(groups).argmax(2)[..., None], 2)
+    scaled = np.clip(np.rint(groups / (largest / -4)), -4, 3) * (largest / -4)
+    errors = [((other - groups) ** 2).sum(2) for other in (pack_matrix([rows], INT3)[:200].reshape(groups.shape), scaled)]
+    assert errors[0].sum() < 0.88 * errors[1].sum()
+
+
 def test_int4_of_weights_with_few_bits_is_exact():
     codes = np.random.default_rng(0).integers(0, 16, (40, 64))
     codes[:, ::32], codes[:, 1::32] = 0, 15
@@ -221,28 +230,39 @@ def test_int4_of_weights_with_few_bits_is_exact():
     np.testing.assert_array_equal(matrix[:40], rows)
 
 
+def test_int3_of_weights_with_few_bits_is_exact():
+    rng = np.random.default_rng(0)
+    codes, factors = rng.integers(-4, 4, (40, 16, 16)), rng.integers(1, 128, (40, 16, 1)) * rng.choice([-1, 1], (40, 16, 1))
+    codes[:, :, 0], codes[:, :, 1], factors[:, ::8] = -4, 3, 127
+    rows = (codes * factors / 1024).astype(np.float32).reshape(40, 256)
+    np.testing.assert_array_equal(pack_matrix([rows], INT3)[:40], rows)
+
+
+@pytest.mark.parametrize(("module", "n_params"), [(int4, 2), (int3, 1)])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_int4_of_a_nonfinite_weight_is_nonfinite(bad):
-    rows = np.ones((3, 96), np.float32)
-    rows[1, 40] = bad
-    numbers = quantize(rows).params.view(np.float16)
+def test_a_nonfinite_weight_stays_nonfinite(module, n_params, bad):
+    rows = np.ones((3, 3 * module.LAYOUT.block_columns), np.float32)
+    rows[1, rows.shape[1] // 2] = bad
+    numbers = module.quantize(rows).params.view(np.float16)
     assert np.isnan(numbers[1, 1]).all()
-    assert np.isfinite(np.delete(numbers.reshape(-1, 2), 4, 0)).all()
+    assert np.isfinite(np.delete(numbers.reshape(-1, n_params), 4, 0)).all()
 
 
-@pytest.mark.parametrize("size", [1e-45, 1e-30, 1e-7, 1e-5, 1e4, 1e6, 1e30])
-def test_int4_of_tiny_and_huge_weights_is_finite_and_close_within_fp16_range(size):
-    rows = np.random.default_rng(0).standard_normal((40, 64)).astype(np.float32) * np.float32(size)
-    got = pack_matrix([rows], INT4)[:40]
+@pytest.mark.parametrize(("weight_format", "least", "error"), [(INT4, 1e-5, 0.2), (INT3, 1e-3, 0.3)])
+@pytest.mark.parametrize("size", [1e-45, 1e-30, 1e-7, 1e-5, 1e-3, 1e4, 1e6, 1e30])
+def test_tiny_and_huge_weights_are_finite_and_close_within_fp16_range(weight_format, least, error, size):
+    rows = np.random.default_rng(0).standard_normal((40, 128)).astype(np.float32) * np.float32(size)
+    got = pack_matrix([rows], weight_format)[:40]
     assert np.isfinite(got).all()
-    if 1e-5 <= size <= 1e4:
-        assert np.abs(got - rows).max() < 0.2 * np.abs(rows).max()
-    assert np.abs(got).max() <= 2 * max(np.abs(rows).max(), 6e-8)
+    if least <= size <= 1e4:
+        assert np.abs(got - rows).max() < error * np.abs(rows).max()
+    assert np.abs(got).max() <= 2 * max(np.abs(rows).max(), 6e-8 * 127 * 4)
 
 
-def test_int4_row_may_end_inside_a_group():
+@pytest.mark.parametrize("weight_format", [INT4, INT3])
+def test_a_row_may_end_inside_a_group(weight_format):
     rows = np.random.default_rng(0).standard_normal((40, 50)).astype(np.float32)
-    matrix = pack_matrix([rows], INT4)
+    matrix = pack_matrix([rows], weight_format)
     x = zeros(3, 64)
     x[:, :50] = np.random.default_rng(1).standard_normal((3, 50))
     x[:, 50:] = np.nan
@@ -273,6 +293,7 @@ def test_parse_quantize_returns_the_format_of_each_model():
         "both": (INT8, None, True),
         "draft=int4": (None, INT4, False),
         "both=int4": (INT4, INT4, False),
+        "draft=int3": (None, INT3, False),
         "target=int8,draft=int4": (INT8, INT4, False),
         "both=int8,draft=none": (INT8, None, False),
     }.items():
@@ -288,6 +309,8 @@ def test_parse_quantize_returns_the_format_of_each_model():
         ("Q5_0", INT4, "int4"),
         ("Q4_K", INT4, "Q4_K"),
         ("Q4_1", INT4, "Q4_1"),
+        ("Q4_K", INT3, "int3"),
+        ("Q3_K", INT3, "Q3_K"),
         ("Q8_0", INT8, "Q8_0"),
         ("Q6_K", INT8, "Q6_K"),
         ("Q8_0", None, "Q8_0"),
@@ -312,6 +335,7 @@ def test_parse_quantize_rejects_unknown_values(text):
         ("draft=int4", "target fp32, draft int4 and int8"),
         ("target", "target int8, draft int4 and int8"),
         ("target=int8,draft=int4", "target int8, draft int4 and int8"),
+        ("draft=int3", "target fp32, draft int3 and int4"),
     ],
 )
 def test_self_draft_has_fewer_bits_than_the_target(quantize, weights):

@@ -74,7 +74,7 @@ def quantized_rows(x: np.ndarray, n: int, group_size: int) -> np.ndarray:
     n_groups, group_words = -(-n // group_size), -(-group_size // BYTES_PER_WORD)
     codes = zeros(len(x), n_groups * (GROUP_HEADER_WORDS + group_words))
     codes[:] = np.nan
-    quantize_activations(codes, x, n, group_size, len(x), 128)
+    quantize_activations(codes, x, n, group_size, len(x), 128, 1)
     return codes.reshape(len(x), n_groups, -1)
 
 
@@ -410,7 +410,7 @@ def test_nonfinite_activations_have_a_nonfinite_scale(bad):
     x[:] = 1.0
     x[1, 40] = bad
     codes = zeros(3, 3 * (GROUP_HEADER_WORDS + 8))
-    quantize_activations(codes, x, 96, 32, 3, 128)
+    quantize_activations(codes, x, 96, 32, 3, 128, 1)
     scales = codes.reshape(3, 3, -1)[:, :, 0]
     assert np.isnan(scales[1, 1])
     assert np.isfinite(np.delete(scales.reshape(-1), 4)).all()

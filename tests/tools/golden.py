@@ -28,7 +28,7 @@ from specdec.loaders import load_checkpoint
 from specdec.model import get_architecture
 from specdec.model.model import KVFormatName, Model
 from specdec.protocols import Drafter, LengthPolicy
-from specdec.quant import BF16, FP16, FP32, INT4, INT8, PACKED_BF16, gguf_repacking
+from specdec.quant import BF16, FP16, FP32, INT3, INT4, INT8, PACKED_BF16, gguf_repacking
 from specdec.quant.int8 import NATIVE_INT8, PORTABLE_INT8
 from specdec.quant.packed_matrix import pack_matrix
 from specdec.runtime.elementary import log
@@ -46,6 +46,7 @@ from tests.tools.random_models import run_in_blocks
 
 FLOAT_FORMATS = {"fp32": FP32, "bf16": BF16, "fp16": FP16}
 WEIGHT_FORMATS = FLOAT_FORMATS | {
+    "int3": INT3,
     "int4": INT4,
     "int8": INT8,
     "native int8": NATIVE_INT8,
@@ -115,6 +116,7 @@ CASES = [
     Case(PAIR[0], "fp32", Setting("coupled", 1.0, 0, 0.9, 5, PAIR[1]), 150),
     Case(PAIR[0], "int8", Setting("rejection", 0.8, 0, 0.9, 4, PAIR[1]), 150),
     *(Case(model, "int4", SETTINGS[i]) for model, i in (("llama3", 3), ("gpt2", 9), ("qwen3", 7))),
+    Case("llama3", "int3", SETTINGS[3]),
     *(Case(PAIR[0], "fp32", Setting(verify, 1.0, 0, 0.9, 5, PAIR[1]), 150, True) for verify in ("coupled", "rejection")),
     *(Case(model, "bf16", SETTINGS[i], is_tree=True) for model, i in (("llama3", 1), ("gpt2", 2), ("gemma3", 1))),
     Case(PAIR[0], "fp32", SETTINGS[1], 150, kv="f16"),
