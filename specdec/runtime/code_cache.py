@@ -27,6 +27,10 @@ from specdec.runtime.disk_store import DiskStore, ProcessLocks
 NEWEST_NUMBA = (0, 68)  # tested; pyproject.toml has the same ceiling
 # With a newer numba, or if the variable SPECDEC_PLAIN_NUMBA is set, functions are compiled without touching numba's inside.
 IS_PLAIN = bool(os.environ.get("SPECDEC_PLAIN_NUMBA")) or tuple(map(int, numba.__version__.split(".")[:2])) > NEWEST_NUMBA
+if hasattr(os, "uname") and os.uname().machine in ("aarch64", "arm64"):
+    from specdec.runtime.arm_features import set_numba_features
+
+    set_numba_features()
 CompiledFunction = Any  # a dispatcher or an intrinsic, which compiled functions call; numba's versions type them differently
 if TYPE_CHECKING or not IS_PLAIN:
     from specdec.runtime import numba_compat
@@ -89,11 +93,6 @@ class MachineCodeCache:
         if source not in _SOURCE_PATHS:
             raise RuntimeError(f"{source} compiles {function.__qualname__} for the cache and is not one of {', '.join(SOURCES)}")
         self._name = name or f"{function.__module__.partition('.')[2]}.{function.__qualname__}"
-
-    @property
-    def cache_path(self) -> str:
-        """Path of the cache folder, or "" if none is writable."""
-        return get_cache_dir()
 
     def load_overload(self, signature: Signature, target_context: BaseContext) -> CompileResult | None:
         """Return the function's machine code for a numba signature from the cache, or None if the caller must compile it.
