@@ -9,8 +9,8 @@ import math
 import numpy as np
 
 from specdec.quant.gguf_repacking import Q4_MIN_LAYOUT, WEIGHT_FORMATS
-from specdec.quant.groupwise import GroupedFormat, GroupedRows, pack_grouped_rows
-from specdec.quant.int8 import INT8
+from specdec.quant.groupwise import GroupedFormat, GroupedRows, pack_codes, pack_grouped_rows
+from specdec.quant.int8 import BYTES_PER_WORD, INT8
 from specdec.quant.packed_matrix import Floats, to_float32
 from specdec.runtime.code_cache import inlined
 from specdec.runtime.op_program import Floats2, ForwardContext, kernel, run_on_all_threads
@@ -27,9 +27,9 @@ MAX_FP16 = 65504.0
 
 
 @inlined
-def quantize_vector(weights, inverse, bias):
-    """Return the codes 0 to 15 of a vector of weights: weights * inverse + bias, rounded and clipped, as integral floats."""
-    return maximum(0.0, minimum(MAX_CODE, rint(fma(weights, inverse, bias))))
+def quantize_vector(weights, inverse, bias, max_code):
+    """Return weights * inverse + bias of a vector, rounded and clipped to the codes 0 to max_code, as integral floats."""
+    return maximum(0.0, minimum(max_code, rint(fma(weights, inverse, bias))))
 
 
 @kernel
@@ -54,8 +54,8 @@ def fit_groups(run: ForwardContext, thread: int, scales: Floats2, minima: Floats
                 group_minimum = np.float32(0.5) * (width - np.float32(MAX_CODE) * scale)
                 for _ in range(1 + N_FITS):
                     inverse = np.float32(1.0) / scale if scale > 0.0 else np.float32(0.0)
-                    p = quantize_vector(a, inverse, -group_minimum * inverse)
-                    q = quantize_vector(b, inverse, -group_minimum * inverse)
+                    p = quantize_vector(a, inverse, -group_minimum * inverse, MAX_CODE)
+                    q = quantize_vector(b, inverse, -group_minimum * inverse, MAX_CODE)
                     residual_a = fma(p, -scale, add(a, -group_minimum))
                     residual_b = fma(q, -scale, add(b, -group_minimum))
                     error = reduce_add(fma(residual_a, residual_a, mul(residual_b, residual_b)))
@@ -72,18 +72,21 @@ def fit_groups(run: ForwardContext, thread: int, scales: Floats2, minima: Floats
 
 
 @kernel
-def quantize_groups(run: ForwardContext, thread: int, words: Floats2, scales: Floats2, minima: Floats2, rows: Floats2) -> None:
-    """Write the 4-bit codes of rows (rows, 32 * groups), for given scales and minima (rows, groups), 4 words per group."""
+def quantize_groups(
+    run: ForwardContext, thread: int, codes: Floats2, scales: Floats2, minima: Floats2, rows: Floats2, max_code: float
+) -> None:
+    """Write the codes 0 to max_code of rows as bytes, for given scales and minima (rows, groups).
+
+    rows: (rows, group size * groups).
+    """
     first, last = get_chunk_range(rows.shape[0], run.chunk, run.n_chunks)
+    group_size = rows.shape[1] // scales.shape[1]
     for row in range(first, last):
-        for g in range(scales.shape[1]):
-            at = row * rows.shape[1] + g * 2 * LANES
-            scale = scales[row, g]
-            inverse = np.float32(1.0) / scale if scale > 0.0 else np.float32(0.0)
-            minus_minimum = -minima[row, g]
-            a = quantize_vector(add(load(rows, at), minus_minimum), inverse, 0.0)
-            b = quantize_vector(add(load(rows, at + LANES), minus_minimum), inverse, 0.0)
-            store_bytes(words, row * words.shape[1] * 4 + g * LANES, fma(b, 16.0, a))
+        for i in range(0, rows.shape[1], LANES):
+            at, scale = row * rows.shape[1] + i, scales[row, i // group_size]
+            inverse = np.float32(1.0) / scale if scale != 0.0 else np.float32(0.0)
+            weights = add(load(rows, at), -minima[row, i // group_size])
+            store_bytes(codes, at, quantize_vector(weights, inverse, 0.0, max_code))
 
 
 def quantize(rows: Float32) -> GroupedRows:
@@ -95,11 +98,12 @@ def quantize(rows: Float32) -> GroupedRows:
     run_on_all_threads(fit_groups(fitted[0], fitted[1], rows))
     halves = np.clip(fitted, -MAX_FP16, MAX_FP16).astype(np.float16)
     fitted = halves.astype(np.float32)
-    words = np.empty((len(rows), n_groups * LAYOUT.unit_words), np.float32)
-    run_on_all_threads(quantize_groups(words, fitted[0], fitted[1], rows))
+    codes = np.empty((len(rows), rows.shape[1] // BYTES_PER_WORD), np.float32)
+    run_on_all_threads(quantize_groups(codes, fitted[0], fitted[1], rows, MAX_CODE))
+    words = pack_codes(LAYOUT, codes.view(np.uint32).reshape(len(rows), n_groups, 1, -1))
     params = np.ascontiguousarray(halves.transpose(1, 2, 0)).view(np.uint16)
     factors = np.empty((len(rows), n_groups, 0), np.uint8)
-    return GroupedRows(params, factors, words.view(np.uint32).reshape(len(rows), n_groups, LAYOUT.unit_words))
+    return GroupedRows(params, factors, words)
 
 
 class DraftInt4Format(GroupedFormat):
