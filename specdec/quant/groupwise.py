@@ -246,7 +246,7 @@ def count_words_in_16_bits(layout: GroupLayout) -> int:
 def is_token_major(layout: GroupLayout, dot: Dot4, rows: int) -> bool:
     """Return whether a tile of this many rows adds all words of a token before those of the next.
 
-    With one register of rows for each of up to 8 tokens it does: Q3_K with AVX2 and 8 tokens takes 0.86 of the time. With more
+    With AVX2 and one register of rows for each of up to 8 tokens it does: Q3_K with 8 tokens takes 0.86 of the time. With more
     registers for each of few tokens, or in groups of more than 32 columns, the words would not fit.
     """
     return dot.pairs is not None and layout.code_bits < 8 and rows <= dot.lanes and layout.group_size <= 32

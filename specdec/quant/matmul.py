@@ -20,13 +20,12 @@ from specdec.runtime.simd import LINE_BYTES, LINE_WORDS, MAX_TILE_TOKENS, N_REGI
 from specdec.runtime.work_stealing import get_chunk_range
 
 MAX_PAIR_TOKENS = 4 if simd.HAS_AVX512 else int(2 * PANEL_ROWS // REGISTER_LANES < N_REGISTERS)  # of a tile over two panels
-UNROLL = 2  # columns per iteration: with one prefetch for both, 8 tokens of fp32 from DRAM 40 GB/s, else 33 (Zen 5)
 # 8 KiB, the best of 4, 8 and 16 on Zen 5: 15M int8 from L3, 8 tokens take 0.53 ms, with the others 0.61 and 0.56. One token of
 # Q4_K from DRAM reads 43 GB/s with AVX2, and 19 with prefetches of the current group alone.
 PREFETCH_WORDS = 2048
 FLOAT_BYTES = 4
-# (pointers, index) -> a number of each token. Either all are loaded at once, or the vector operations load one after the other.
-# With AVX-512, one token of SmolLM2 Q4_K_M takes 1.05 times as long in the second way.
+# (pointers, index) -> a number of each token. With 32 registers all are loaded at once, else each vector operation loads its own;
+# so with AVX-512, one token of SmolLM2 Q4_K_M would take 1.05 times as long.
 get_number = tile_simd.load_number if N_REGISTERS == 32 else tile_simd.advance
 
 
@@ -59,8 +58,8 @@ def choose_tile_shape(rows: int, n_tokens: int, lanes: int = REGISTER_LANES, is_
 
     The values are all sums, one more register, and the weights of one k if is_weight_stationary, otherwise the weights or the
     activations, whichever are fewer. So with 16 registers of 8 lanes a tile has a panel's rows for 1 to 3 tokens, and half of
-    them for 4 to 6. One thread of Zen 3 reaches 35 to 37 GMAC/s with those, of a limit of 37, and 30 to 34 where 3 tokens of a
-    whole panel need one more register.
+    them for 4 to 6. One thread of Zen 3 reaches 35 to 37 GMAC/s with those, of a limit of 37. Tiles over integers have one more
+    vector of sums for each token, those of a group, which the count leaves out.
 
     Args:
         rows: Rows of a panel.
@@ -88,7 +87,7 @@ class TileArgs(NamedTuple):
         out: `Rows` of sums, PANEL_ROWS floats each.
         w: Pointer to the panel of weights.
         ahead: Pointer to where the prefetch starts.
-        line_step: Bytes of the prefetch for each line of weights: LINE_BYTES, or less if several tiles share it.
+        line_step: Bytes that the prefetch advances by for each line of weights: LINE_BYTES, or less if several tiles share it.
         x: `Rows` of activations, as floats or as the weight format quantizes them.
         n: Columns, groups or blocks.
         stride: Items to the second panel of a pair, words of one of the n, or bytes to the end of a matrix of 12 bits.
@@ -116,7 +115,11 @@ def add_product(sums, w, x):
 
 @jitable
 def prefetch_lines(pointer, offset, n_bytes, into_l1=False):
-    """Prefetch the cache lines of n_bytes bytes, but at least one, from a byte offset on, into the second- or first-level one."""
+    """Prefetch the cache lines of n_bytes bytes, but at least one, from a byte offset on, into the second- or first-level one.
+
+    n_bytes must be a constant for LLVM, so tiles that share a prefetch fetch some lines again: with a loop over the lines, 64
+    tokens of fp32 with AVX2 take 2.3 times as long.
+    """
     for line in range(0, max(n_bytes, 1), LINE_BYTES):
         if into_l1:
             tile_simd.prefetch_into_l1(pointer, offset + line, 1)
@@ -160,18 +163,15 @@ def make_float_tile(storage: simd.StorageDtype | None, shape: TileShape) -> Call
         xs, outs and sums are tuples with a pointer or a vector for each token. `fma` multiplies the weights of a column by the
         number that each token has there, and adds each product to the token's sums.
         """
-        xs, whole = split_tokens(p.x.start, p.x.stride), p.n // UNROLL * UNROLL
+        xs = split_tokens(p.x.start, p.x.stride)
         column_bytes = PANEL_ROWS * tile_simd.get_item_bytes(get_weights(p.w, 0)) // n_blocks
         step = p.line_step * column_bytes // LINE_BYTES  # bytes to prefetch for each column
         for block in range(n_blocks):
             outs = split_tokens(get_out(p.out.start, block * rows), p.out.stride)
             w, ahead = tile_simd.advance(get_weights(p.w, 0), block * rows), tile_simd.advance(p.ahead, block * step * p.n)
             sums = start_sums(outs, rows, n_tokens, p.accumulate)
-            for k in range(0, whole, UNROLL):
-                prefetch_lines(ahead, k * step, UNROLL * column_bytes)
-                for i in range(k, k + UNROLL):
-                    sums = fma(tile_simd.load_vector(w, i * PANEL_ROWS), get_number(xs, i), sums)
-            for k in range(whole, p.n):
+            for k in range(p.n):
+                prefetch_lines(ahead, k * step, column_bytes)
                 sums = fma(tile_simd.load_vector(w, k * PANEL_ROWS), get_number(xs, k), sums)
             tile_simd.store_vector(outs, 0, sums, n_tokens)
 
@@ -192,14 +192,9 @@ def make_pair_tile(shape: TileShape) -> Callable[..., None]:
         high_out = split_tokens(get_out(p.out.start, PANEL_ROWS), p.out.stride)
         low_sums = start_sums(low_out, PANEL_ROWS, n_tokens, p.accumulate)
         high_sums = start_sums(high_out, PANEL_ROWS, n_tokens, p.accumulate)
-        whole = p.n // UNROLL * UNROLL
-        for k in range(0, whole, UNROLL):
-            prefetch_lines(p.ahead, k * column_bytes, UNROLL * column_bytes)
-            prefetch_lines(p.ahead, k * column_bytes + to_high, UNROLL * column_bytes)
-            for i in range(k, k + UNROLL):
-                low_sums = fma(tile_simd.load_vector(low, i * PANEL_ROWS), get_number(xs, i), low_sums)
-                high_sums = fma(tile_simd.load_vector(high, i * PANEL_ROWS), get_number(xs, i), high_sums)
-        for k in range(whole, p.n):
+        for k in range(p.n):
+            prefetch_lines(p.ahead, k * column_bytes, column_bytes)
+            prefetch_lines(p.ahead, k * column_bytes + to_high, column_bytes)
             low_sums = fma(tile_simd.load_vector(low, k * PANEL_ROWS), get_number(xs, k), low_sums)
             high_sums = fma(tile_simd.load_vector(high, k * PANEL_ROWS), get_number(xs, k), high_sums)
         tile_simd.store_vector(low_out, 0, low_sums, n_tokens)
@@ -212,8 +207,8 @@ def make_pair_tile(shape: TileShape) -> Callable[..., None]:
 class Tile:
     """The tiles of a weight format, as one function that compiled code calls: tile(n_tokens, TileArgs).
 
-    A tile is compiled once for each number of rows, with sums for max_tokens tokens, and then inlined for each number of tokens.
-    There it stores only the sums of those tokens, and LLVM removes all that belongs to the others.
+    A tile is compiled once for each number of rows and lanes, with sums for the most tokens of such a shape, and then inlined for
+    each number of tokens. There it stores only the sums of those tokens, and LLVM removes all that belongs to the others.
 
     Attributes:
         make: Returns the tile of a shape, a function (n_tokens, `TileArgs`).
