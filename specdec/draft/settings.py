@@ -90,7 +90,8 @@ class QuantizeOptions:
 
         It is int8 if that fits into the caches of many CPUs, int3 if it is so large that it would be read from memory even in
         int4, else int4, and neither if that saves too few bytes. A token of Qwen2.5-Coder 0.5B takes 0.25 of a pass of its 1.5B
-        target in int4, 0.36 as in its file (Q4_K_M). With int3 instead of int4, the pair is 1.1 times as fast.
+        target in int4, 0.36 as in its file (Q4_K_M). With int3 instead of int4, the pair is 1.04 times as fast with AVX-512 VNNI
+        (code 1.18), as fast with AVX2, and takes 59 MB less.
         """
         if not self.is_draft_auto:
             return quant.DRAFT_INT4 if self.draft is quant.INT4 else self.draft
