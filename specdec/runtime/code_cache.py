@@ -94,6 +94,11 @@ class MachineCodeCache:
             raise RuntimeError(f"{source} compiles {function.__qualname__} for the cache and is not one of {', '.join(SOURCES)}")
         self._name = name or f"{function.__module__.partition('.')[2]}.{function.__qualname__}"
 
+    @property
+    def cache_path(self) -> str:
+        """Path of the cache folder, or "" if none is writable; numba's statistics show it."""
+        return get_cache_dir()
+
     def load_overload(self, signature: Signature, target_context: BaseContext) -> CompileResult | None:
         """Return the function's machine code for a numba signature from the cache, or None if the caller must compile it.
 

@@ -77,7 +77,7 @@ def compiled_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "runtime").mkdir(parents=True)
     sources = {
         f"runtime/{name}.py": (ROOT / "specdec" / "runtime" / f"{name}.py").read_text(encoding="utf-8").replace("specdec.", "p.")
-        for name in ("code_cache", "disk_store", "garbage_collection", "numba_compat", "plain_numba")
+        for name in ("arm_features", "code_cache", "disk_store", "garbage_collection", "numba_compat", "plain_numba")
     }
     source = sources["runtime/code_cache.py"]
     start, end = source.index("SOURCES = "), source.index("SOURCE_HASH = ")
