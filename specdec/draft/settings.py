@@ -111,7 +111,7 @@ def parse_quantize(quantize: str) -> QuantizeOptions:
 
     Args:
         quantize: "none", or parts separated by commas: "target" (int8), "draft" (by its size) or "both", alone or with "=int8",
-            "=int4" or "=none".
+            "=int4", "=int3" or "=none".
 
     Raises:
         ValueError: If the argument has another form.

@@ -283,7 +283,8 @@ class Buffers:
         """Write the tokens of a pass, and their rows of the table that stays in its file, from row `at` on."""
         rows = slice(at, at + len(tokens))
         self.tokens[rows] = tokens
-        if table and self.token_rows is not None:
+        if table:
+            assert self.token_rows is not None
             self.token_rows[rows] = table.read_rows(tokens)
 
     def copy_sequence(self, other: "Buffers", n: int) -> None:

@@ -361,9 +361,10 @@ def widen_rows(rows: GroupedRows, layout: GroupLayout, wide: GroupLayout) -> Gro
 class GGUFFormat(GroupedFormat):
     """Panels of GGUF blocks, widened to its layout if the block type has another."""
 
-    def read_rows(self, tensor: Any, first: int, last: int) -> Any:
-        """Return rows first to last (exclusive) of a tensor of a GGUF block type as `GGUFBlockRows`."""
-        return tensor.read_blocks(first, last)
+    def read_rows(self, tensor: Any, first: int, last: int) -> GGUFBlockRows:
+        """Return rows first to last (exclusive) of a tensor of a GGUF block type as its blocks."""
+        blocks: GGUFBlockRows = tensor.read_blocks(first, last)
+        return blocks
 
     def pack(self, panels: Float32, first: int, stride: int, rows: GGUFBlockRows, group_size: int) -> None:
         """Pack rows of GGUF blocks; see `WeightFormat.pack`."""

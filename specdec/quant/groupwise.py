@@ -394,7 +394,7 @@ def make_group_tile(layout: GroupLayout, dot: Dot4, shape: TileShape) -> Callabl
         """
         row_scales_at = (p.n - 1) * block_words
         xs, x_floats = split_tokens(get_words(p.x.start, 0), p.x.stride), split_tokens(get_out(p.x.start, 0), p.x.stride)
-        share = p.line_step // n_row_blocks  # bytes to prefetch for a line, in one row block
+        share = p.line_step // n_row_blocks  # bytes that the prefetch advances by for a line, in one row block
         word_share = PANEL_ROWS // LINE_WORDS * share
         for row in range(0, PANEL_ROWS, rows):
             outs = split_tokens(get_out(p.out.start, row), p.out.stride)

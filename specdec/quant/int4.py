@@ -4,8 +4,6 @@ For each of a few initial scales, the codes are computed, then twice the least s
 best result counts. Scales and minima are then rounded to fp16, and the codes are chosen for those.
 """
 
-import math
-
 import numpy as np
 
 from specdec.quant.gguf_repacking import Q4_MIN_LAYOUT, WEIGHT_FORMATS
@@ -89,11 +87,16 @@ def quantize_groups(
             store_bytes(codes, at, quantize_vector(weights, inverse, 0.0, max_code))
 
 
+def fill_up_columns(rows: Float32, multiple: int) -> Float32:
+    """Return rows (rows, n) with copies of the last weight up to a multiple of columns, which cost no other weight accuracy."""
+    n_missing = -rows.shape[1] % multiple
+    return np.pad(rows, ((0, 0), (0, n_missing)), "edge") if n_missing else rows
+
+
 def quantize(rows: Float32) -> GroupedRows:
     """Return float32 rows (rows, n) quantized to int4; copies of the last weight fill up the last group."""
-    n_groups = math.ceil(rows.shape[1] / LAYOUT.group_size)
-    if n_missing := n_groups * LAYOUT.group_size - rows.shape[1]:
-        rows = np.pad(rows, ((0, 0), (0, n_missing)), "edge")
+    rows = fill_up_columns(rows, LAYOUT.group_size)
+    n_groups = rows.shape[1] // LAYOUT.group_size
     fitted = np.empty((2, len(rows), n_groups), np.float32)
     run_on_all_threads(fit_groups(fitted[0], fitted[1], rows))
     halves = np.clip(fitted, -MAX_FP16, MAX_FP16).astype(np.float16)

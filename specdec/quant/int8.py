@@ -46,7 +46,7 @@ def make_int8_tile(dot: Dot4, shape: TileShape) -> Callable[..., None]:
         """
         group_words, n_words = p.stride, p.stride // PANEL_ROWS - 1
         x_words = GROUP_HEADER_WORDS + n_words
-        step = p.line_step * rows // simd.LINE_WORDS  # bytes to prefetch for a word
+        step = p.line_step * rows // simd.LINE_WORDS  # bytes that the prefetch advances by for a word
         xs = split_tokens(get_words(p.x.start, 0), p.x.stride)
         x_scales = split_tokens(get_floats(p.x.start, 0), p.x.stride)
         for block in range(n_blocks):

@@ -165,7 +165,7 @@ def make_float_tile(storage: simd.StorageDtype | None, shape: TileShape) -> Call
         """
         xs = split_tokens(p.x.start, p.x.stride)
         column_bytes = PANEL_ROWS * tile_simd.get_item_bytes(get_weights(p.w, 0)) // n_blocks
-        step = p.line_step * column_bytes // LINE_BYTES  # bytes to prefetch for each column
+        step = p.line_step * column_bytes // LINE_BYTES  # bytes that the prefetch advances by for each column
         for block in range(n_blocks):
             outs = split_tokens(get_out(p.out.start, block * rows), p.out.stride)
             w, ahead = tile_simd.advance(get_weights(p.w, 0), block * rows), tile_simd.advance(p.ahead, block * step * p.n)

@@ -200,7 +200,7 @@ def get_physical_memory_bytes() -> float:
 def scan_fp32(run: ForwardContext, thread: int, sums: Floats1, array: Floats1, are_bf16: int) -> None:
     """sums[thread] += the sum of 0 x over this chunk of an array (n,): NaN if and only if an element is NaN or infinite.
 
-    n is at least LANES: the last vector ends at the last element.
+    n is at least LANES: the last vector ends at the last element. are_bf16: 1 if the elements are bf16 bits, else 0.
     """
     first, last = get_chunk_range(ceil_div(array.size, LANES), run.chunk, run.n_chunks)
     total = splat(0.0)

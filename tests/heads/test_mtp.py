@@ -115,7 +115,7 @@ def test_a_gguf_file_has_the_same_head_as_the_folder(tmp_path):
 
 
 def test_a_heads_queries_keys_and_values_may_have_several_formats(tmp_path):
-    """As llama.cpp quantizes most files; other values give other logits, so they are multiplied, too."""
+    """Most files of llama.cpp's quantizer have them. Other values give other logits, so they are multiplied, too."""
     path, (keys, tensors), rows = tmp_path / "model.gguf", make_model_with_head("qwen35_images"), []
     for seed in range(2):
         values = random_blocks(np.random.default_rng(seed), "Q8_0", 64, 64)
