@@ -40,7 +40,7 @@ from specdec.loaders.model_loader import load_model
 from specdec.model.llama import LLAMA
 from specdec.model.model import KVFormatName, Model
 from specdec.model_config import ModelConfig
-from specdec.quant import FP32, INT4, INT8
+from specdec.quant import FP32, INT3, INT4, INT8
 from specdec.quant.gguf_repacking import GGUFFormat
 from specdec.quant.int8 import NATIVE_INT8, PORTABLE_INT8
 from specdec.quant.packed_matrix import pack_matrix
@@ -233,7 +233,7 @@ def fuzz_weight_formats(rng):
     keys = {"general.architecture": "llama"} | {f"llama.{key}": number for key, number in numbers.items()}
     path.write_bytes(made_gguf.gguf_bytes(keys, stored))
     checkpoint = load_checkpoint(path)
-    kind = rng.choice([None, INT8, INT4])
+    kind = rng.choice([None, INT8, INT4, INT3])
     weights = LLAMA.plan_weights(checkpoint.config, checkpoint.tensors, kind).pack()
     model = Model(checkpoint.config, weights, 1, kv="f32")  # half precision would hide errors of products
     tokens, cache = [rng.randrange(vocab) for _ in range(rng.randint(1, 40))], model.new_cache()
